@@ -36,8 +36,7 @@ def write_odd_vocabulary(folder):
 def kinds(folder):
     """Settings of each kind of run; the folder has a folder of each, and the model `odd`."""
     from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-    from tokencredit.settings.off_policy import OffPolicyConfig
-    from tokencredit.settings.rollout import RolloutConfig
+    from tokencredit.settings.rollout import OffPolicyConfig, RolloutConfig
     from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, OptimConfig, UpdateConfig
 
     lora = ModelConfig(dtype="float32", lora=LoraConfig(rank=4))

@@ -1,4 +1,4 @@
-"""Training from Python needs neither Datasets, jsonargparse, Plotly, Matplotlib nor TensorBoard."""
+"""Training from Python needs neither Datasets, Plotly, Matplotlib nor TensorBoard."""
 
 from pathlib import Path
 
@@ -40,8 +40,6 @@ def test_a_run_says_what_it_leaves_out_and_why(folder, output):
 @pytest.mark.parametrize(
     "message",
     [
-        "a configuration from a dict, a file or flags needs jsonargparse, which is not installed: "
-        "pip install jsonargparse[signatures,ruamel]",
         "prompts.parquet' needs datasets, which is not installed: pip install datasets",
         "prompts.dataset 'someone/prompts', which is not a local file or folder, needs datasets, "
         "which is not installed: pip install datasets",

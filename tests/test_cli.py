@@ -157,9 +157,9 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["train", "--kl.estimator", "k9"], "kl.estimator is 'k9'; it must be one of k1, k2, k3, full"),
         (
             ["train", "--run.trackers", "[paper]"],
-            "run.trackers is ['paper']; it must be a list of any of tensorboard, wandb",
+            "run.trackers[0] is 'paper'; it must be one of tensorboard, wandb",
         ),
-        (["train", "--config", "nowhere.yaml"], "/nowhere.yaml' does not exist"),
+        (["train", "--config", "nowhere.yaml"], "--config: 'nowhere.yaml' does not exist"),
         (["train", "--model.name", "./nowhere", "--run.dir", "unused"], "'./nowhere' is not a model folder"),
         (["generate", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["report", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
@@ -177,12 +177,14 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["compare"], "compare needs RUN, the folder of each run"),
         (["sweep"], "sweep needs FILE, a sweep file"),
         (["train", "--rollout.stop", ""], "rollout.stop is ''; it must be a list of texts"),
-        (["train", "--config", ""], "--config is ''; it must be a file"),
+        (["train", "--config", ""], "--config: '' is not a file"),
         (["train", "--config", str(Path.cwd())], f"--config: '{Path.cwd()}' is not a file"),
         (["train", "--lr", "1"], "unknown key lr; did you mean critic.lr or optim.lr?"),
-        (["--debug", "train", "--run.iterations", "x"], "run.iterations is 'x'; it must be a whole number"),
-        (["--debug", "train"], "--debug belongs after the command"),
-        (["train", "--reward.function", "f"], "--reward.function: reward has no keys of its own; it must be a list"),
+        (["--debug", "train", "--run.iterations", "x"], "--debug belongs after the command"),
+        (
+            ["train", "--reward.function", "f"],
+            "unknown key reward.function: reward has no keys of its own; it must be a list of terms",
+        ),
         (
             ["train", "--reward", "f"],
             "reward is 'f'; it must be a list of terms, such as --reward '[{function: f.py:f}]'",
@@ -207,20 +209,20 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
     [
         ("kl:\n  coeff: 1\n", r"{file}: unknown key kl.coeff; did you mean kl.coef?"),
         ("kl:\n  coef: much\n", r"{file}: kl.coef is 'much'; it must be a number"),
-        ("kl:\n  coef: 1\n bad\n", r"in {file}, line 3"),
+        ("kl:\n  coef: 1\n bad\n", r"{file}: while parsing"),
         ("kl:\n  coef: -1\n", r"kl.coef is -1.0; it must be at least 0"),
-        ("- 1\n- 2\n", r"{file} holds no settings; it must be a mapping of keys to values"),
-        ("", r"{file} holds no settings; it must be a mapping of keys to values"),
-        ("\0\udcff", r"{file} is not a text file in UTF-8: invalid start byte at byte 1"),
+        ("- 1\n- 2\n", r"{file}: it holds no settings; it must be a mapping of keys to values"),
+        ("", r"{file}: it holds no settings; it must be a mapping of keys to values"),
+        ("\0\udcff", r"{file}: 'utf-8' codec can't decode byte"),
         ("ppo:\n  minibatches:\n", r"ppo.minibatches is null; it needs a value"),
         ("model: 3\n", r"model is 3; it must hold keys, such as model.name"),
-        ("seed: 1\neval:\n", r"eval is None; it must hold keys"),
-        ("kl:\n  coef: 1" + "0" * 400, r"not a configuration: int too large to convert to float (OverflowError)"),
+        ("seed: 1\neval:\n", r"eval is null; it needs a value"),
+        ("kl:\n  coef: 1" + "0" * 400, r"; it must be at least 0 and finite"),
         (
             "reward:\n- label: A\n  clasifier: b\n",
-            r"{file}: unknown key reward[].clasifier; did you mean reward[].classifier?",
+            r"{file}: unknown key reward[0].clasifier; did you mean reward[0].classifier?",
         ),
-        ("reward:\n- label: A\n", r"{file}: reward[] needs exactly one of function, classifier, reward_model"),
+        ("reward:\n- label: A\n", r"{file}: reward[0] needs exactly one of function, classifier, reward_model"),
         ("reward:\n- classifier: c\n  label: 3\n", r"reward[0].label is 3; it must be a text"),
     ],
 )
@@ -231,9 +233,7 @@ def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "text", ["lrr: 1\n", "rewards: [{weight: 1}]\n", "kl: {coef: x}\n", "", "prompts: 3\n", "optim: {value_lr: 1}\n"]
-)
+@pytest.mark.parametrize("text", ["lrr: 1\n", "rewards: [{weight: 1}]\n", "kl: {coef: x}\n", "", "prompts: 3\n"])
 def test_the_file_with_the_mistake_is_named(text, tmp_path, capsys):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("kl: {coef: 1}\n")

@@ -35,8 +35,7 @@ from tokencredit.runs.jsonl import TRUTH
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import for_trainer, newest
 from tokencredit.settings.control import AgentRunConfig, AgentUpdateConfig, ControlConfig, EpisodesConfig
-from tokencredit.settings.parsing import configure
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.source import configure, read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.datasets import column_names, column_values, read_dataset
 from tokencredit.text.data.prompts import Prompts

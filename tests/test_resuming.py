@@ -21,8 +21,7 @@ from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import AgentConfig, AgentCriticConfig, AgentUpdateConfig, EnvConfig, EpisodesConfig
-from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig

@@ -9,10 +9,10 @@ from helpers.commands import refused
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.report.reading import read_run
-from tokencredit.settings.code_policy import foreign_code
 from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.settings.data import FunctionTerm, PromptsConfig
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.source import foreign_code
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import DEEPEST, load_yaml
 

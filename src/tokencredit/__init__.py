@@ -5,7 +5,9 @@
 Every name is imported on first use, so that the command answers before torch is loaded. docs/python.md shows them.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,16 +28,15 @@ if TYPE_CHECKING:
     from tokencredit.settings.control import EnvConfig as EnvConfig
     from tokencredit.settings.control import EpisodesConfig as EpisodesConfig
     from tokencredit.settings.data import ClassifierTerm as ClassifierTerm
+    from tokencredit.settings.data import EnvironmentConfig as EnvironmentConfig
     from tokencredit.settings.data import FunctionTerm as FunctionTerm
     from tokencredit.settings.data import PromptsConfig as PromptsConfig
     from tokencredit.settings.data import RewardModelTerm as RewardModelTerm
     from tokencredit.settings.data import ScoreConfig as ScoreConfig
-    from tokencredit.settings.environment import EnvironmentConfig as EnvironmentConfig
     from tokencredit.settings.model import CriticConfig as CriticConfig
     from tokencredit.settings.model import LoraConfig as LoraConfig
     from tokencredit.settings.model import ModelConfig as ModelConfig
     from tokencredit.settings.model import TunedModelConfig as TunedModelConfig
-    from tokencredit.settings.off_policy import OffPolicyConfig as OffPolicyConfig
     from tokencredit.settings.offline import CompletionsConfig as CompletionsConfig
     from tokencredit.settings.offline import DPOConfig as DPOConfig
     from tokencredit.settings.offline import DPOLossConfig as DPOLossConfig
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from tokencredit.settings.offline import RewardModelStartConfig as RewardModelStartConfig
     from tokencredit.settings.offline import SFTConfig as SFTConfig
     from tokencredit.settings.offline import SFTLossConfig as SFTLossConfig
+    from tokencredit.settings.rollout import OffPolicyConfig as OffPolicyConfig
     from tokencredit.settings.rollout import RolloutConfig as RolloutConfig
     from tokencredit.settings.text import PPOConfig as PPOConfig
     from tokencredit.settings.training import AdvantageConfig as AdvantageConfig
@@ -69,41 +71,25 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_NAMES = {
-    "control.control_trainer": "ControlTrainer",
-    "errors": "ConfigError RunStopped",
-    "report.reading": "read_run",
-    "runs.summary": "Summary",
-    "settings.control": "AgentAdvantageConfig AgentAuditConfig AgentConfig AgentCriticConfig AgentRunConfig "
-    "AgentStopConfig AgentUpdateConfig ControlConfig EnvConfig EpisodesConfig",
-    "settings.data": "ClassifierTerm FunctionTerm PromptsConfig RewardModelTerm ScoreConfig",
-    "settings.environment": "EnvironmentConfig",
-    "settings.model": "CriticConfig LoraConfig ModelConfig TunedModelConfig",
-    "settings.offline": "CompletionsConfig DPOConfig DPOLossConfig DPOOptimConfig DPOPairsConfig HeldOutConfig "
-    "OfflineOptimConfig OfflineRunConfig PairsConfig RewardModelConfig RewardModelLossConfig RewardModelStartConfig "
-    "SFTConfig SFTLossConfig",
-    "settings.off_policy": "OffPolicyConfig",
-    "settings.text": "PPOConfig",
-    "settings.rollout": "RolloutConfig",
-    "settings.training": "AdvantageConfig AuditConfig EvalConfig KLConfig OptimConfig RunConfig "
-    "ShardingConfig StopConfig UpdateConfig",
-    "text.callbacks": "Callback",
-    "text.offline.offline_trainer": "OfflineTrainer",
-    "text.policy": "load",
-    "text.rewards.calls": "Term",
-    "text.ppo_trainer": "PPOTrainer",
-}
-"""Public names by module."""
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted([*_MODULES, "core"])
+def _public_names() -> dict[str, str]:
+    """Modules of the public names: the imports that type checkers see above are the only list of them."""
+    block = next(
+        node for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body if isinstance(node, ast.If)
+    )
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+_MODULES = _public_names()
+__all__ = sorted(_MODULES)
 
 if not TYPE_CHECKING:  # a type checker would let a module with __getattr__ have any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name from its module."""
         if name == "core":
-            return import_module("tokencredit.core")  # which sets the attribute
+            return import_module("tokencredit.core")  # a module, which sets the attribute
         if name == "__version__":
             from importlib.metadata import PackageNotFoundError, version
 
@@ -112,7 +98,7 @@ if not TYPE_CHECKING:  # a type checker would let a module with __getattr__ have
             except PackageNotFoundError:  # imported from a folder on PYTHONPATH
                 value = "unknown"
         elif name in _MODULES:
-            value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+            value = getattr(import_module(_MODULES[name]), name)
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

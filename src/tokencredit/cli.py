@@ -7,18 +7,14 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from functools import cache
-
-from jsonargparse import ArgumentError
 
 from tokencredit import __version__
 from tokencredit.commands import COMMANDS
 from tokencredit.commands.jobs import BAD_ARGUMENTS, FAILED
 from tokencredit.distributed.signals import INTERRUPTED, end_on_interrupt
-from tokencredit.errors import ConfigError, ProcessLost, RunStopped
+from tokencredit.errors import ConfigError, NotInstalled, ProcessLost, RunStopped
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.parser_errors import explain, resumed_run
-from tokencredit.settings.parsing import Parser, new_parser, plainly, with_resumed
+from tokencredit.settings.command_line import Parser, one_of
 
 MEMORY_ADVICE = {
     "evaluate": "; lower --samples or --max_new_tokens",
@@ -37,30 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an encoding such as ASCII lacks signs that are printed
-    # By default jsonargparse prints the configuration without the help texts.
-    arguments = ["--print_config=comments" if a == "--print_config" else a for a in arguments]
-    parser, commands = build_parser()
+    command = arguments[0] if arguments else ""
     try:
-        if len(arguments) == 3 and arguments[0] in commands and arguments[1] in ("--help", "-h"):
-            print(commands[arguments[0]].help_on(arguments[2]), end="")
+        if command not in COMMANDS:
+            return top_level(arguments)
+        parser = command_parser(command)
+        if len(arguments) == 3 and arguments[1] in ("--help", "-h"):
+            print(parser.help_on(arguments[2]), end="")
             return 0
-        arguments = with_resumed(arguments)
-        with plainly():
-            chosen = parser.parse_args(arguments)
-        if chosen.command is None:
-            parser.print_help()
-            return BAD_ARGUMENTS
-        options = chosen[chosen.command]
-        # From the arguments themselves: a configuration file could set these too.
-        options.no_code, options.resume = "--no-code" in arguments, resumed_run(arguments)
+        options = parser.read(arguments[1:])
         set_up_torch()
-        COMMANDS[chosen.command][1](options)
+        COMMANDS[command][1](options)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
-    except ArgumentError as error:
-        command = commands.get(next((a for a in arguments if a in commands), ""))
-        kind = None if command is None else command.kind
-        return complain(explain(str(error), arguments, command, kind), BAD_ARGUMENTS)
     except ConfigError as error:
         return fail(error, str(error), BAD_ARGUMENTS, arguments)
     except (RunStopped, ProcessLost) as error:
@@ -72,8 +57,45 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if not out_of_memory(error):
             raise
-        return fail(error, f"out of memory{MEMORY_ADVICE.get(chosen.command, '')}", FAILED, arguments)
+        return fail(error, f"out of memory{MEMORY_ADVICE.get(command, '')}", FAILED, arguments)
     return 0
+
+
+def top_level(arguments: Sequence[str]) -> int:
+    """What the command does without a subcommand: help, version and shell completion; everything else is refused."""
+    if any(argument in COMMANDS for argument in arguments):
+        raise ConfigError(f"{arguments[0]} belongs after the command")
+    parser = Parser("PPO for language models and agents.")
+    parser.add_argument("--version", action="version", version=f"tokencredit {__version__}", help="Print the version.")
+    parser.add_argument(
+        "--print_completion",
+        metavar="SHELL",
+        type=one_of("bash", "zsh", "tcsh"),
+        help="Print a script that completes commands, keys and choices in this shell; needs shtab.",
+    )
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    for name in COMMANDS:
+        own = command_parser(name)
+        if "--print_completion" in "".join(arguments):
+            own.name_choices()
+        commands.add_parser(name, parents=[own], help=own.description, add_help=False, exit_on_error=False)
+    options = parser.read(arguments)
+    if options.print_completion is None:
+        parser.print_help()
+        return BAD_ARGUMENTS
+    try:
+        import shtab
+    except ImportError as error:
+        raise NotInstalled("--print_completion", "shtab") from error
+    print(shtab.complete(parser, options.print_completion))
+    return 0
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of a subcommand."""
+    parser = COMMANDS[name][0]()
+    parser.prog, parser.command = f"tokencredit {name}", name
+    return parser
 
 
 def set_up_torch() -> None:
@@ -84,18 +106,6 @@ def set_up_torch() -> None:
     # an iteration takes 3.5 times as long; with short waits it takes 1.7 times as long (benchmarks/RESULTS.md).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-@cache
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the command, and those of the subcommands by name."""
-    parser = new_parser("PPO for language models and agents.")
-    parser.add_argument("--version", action="version", version=f"tokencredit {__version__}", help="Print the version.")
-    chosen = parser.add_subcommands(dest="command", required=False)
-    commands = {name: arguments() for name, (arguments, _) in COMMANDS.items()}
-    for name, command in commands.items():
-        chosen.add_subcommand(name, command, help=command.description)
-    return parser, commands
 
 
 def describe(error: OSError) -> str:

@@ -22,7 +22,7 @@ from tokencredit.runs.folder import RunFolder
 from tokencredit.settings.data import PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.source import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig, OptimConfig, RunConfig, UpdateConfig
 from tokencredit.text.audit.continuations import batch_by_position, continuation_targets

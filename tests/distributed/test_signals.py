@@ -18,7 +18,7 @@ LINE = "tokencredit: interrupted"
 @pytest.mark.parametrize(
     "module",
     [
-        *["yaml", "jsonargparse", "torch._C"],
+        *["yaml", "torch._C"],
         *[
             pytest.param(module, marks=pytest.mark.proof)
             for module in ("numpy", "torch", "transformers.utils", "tokencredit.distributed.processes")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from helpers.configs import keys
 from helpers.docs import names_in, table_rows
 from tokencredit import DPOConfig, PPOConfig, PPOTrainer, RewardModelConfig, SFTConfig
-from tokencredit.settings.parsing import config_parser, to_config
+from tokencredit.settings.command_line import config_parser, to_config
 from tokencredit.settings.trl import TRL
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trl.md").read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ def test_the_yaml_says_the_same_as_the_script(folder):
     )
     (folder / "run.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
     parser = config_parser(PPOConfig)
-    config = to_config(parser.parse_args(["--config", "run.yaml"]), PPOConfig)
+    config = to_config(parser.read(["--config", "run.yaml"]), PPOConfig)
     for group in call.keywords:
         for setting in group.value.keywords:
             got = getattr(getattr(config, group.arg), setting.arg)

@@ -10,7 +10,7 @@ import yaml
 from helpers.docs import table_rows
 from helpers.turns import called, said, texts
 from tokencredit import PPOConfig
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.text.turns.environments import load_environments
 from tokencredit.text.turns.protocols.episode import TERMINATED, Ending, Problem
 

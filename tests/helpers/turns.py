@@ -1,6 +1,6 @@
 """Environments, turns and calls for the tests of episodes."""
 
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.text.turns.environments import load_environments
 from tokencredit.text.turns.protocols.episode import Turn
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 import pytest
 
 from tokencredit.errors import ConfigError
+from tokencredit.settings.command_line import config_parser, to_config
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
-from tokencredit.settings.parsing import config_parser, to_config
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.source import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import dump_yaml
 
@@ -41,7 +41,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("settings", "message"), MISTAKES)
 def test_a_term_holds_its_kinds_keys_and_no_others(settings, message, tmp_path):
-    with pytest.raises(ConfigError, match=f"^{re.escape(message.format(key='reward[]'))}$"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message.format(key='reward[0]'))}$"):
         PPOConfig.from_dict({"reward": [settings]})
     file = tmp_path / "config.yaml"
     file.write_text(dump_yaml({"reward": [{"function": "length"}, settings]}))
@@ -50,13 +50,13 @@ def test_a_term_holds_its_kinds_keys_and_no_others(settings, message, tmp_path):
 
 
 def test_the_kind_of_a_term_is_the_key_that_names_its_source():
-    assert RewardTerm.read({"function": "count", "kwargs": {"text": "a"}}) == FunctionTerm(
+    assert RewardTerm.read({"function": "count", "kwargs": {"text": "a"}}, "reward[0]") == FunctionTerm(
         function="count", kwargs={"text": "a"}
     )
-    assert RewardTerm.read({"classifier": "builtin:reviews", "weight": 2.0}) == ClassifierTerm(
+    assert RewardTerm.read({"classifier": "builtin:reviews", "weight": 2.0}, "reward[0]") == ClassifierTerm(
         classifier="builtin:reviews", label="NEGATIVE", weight=2.0
     )
-    assert RewardTerm.read({"reward_model": "rm", "text": "completion"}) == RewardModelTerm(
+    assert RewardTerm.read({"reward_model": "rm", "text": "completion"}, "reward[0]") == RewardModelTerm(
         reward_model="rm", text="completion"
     )
 
@@ -67,7 +67,7 @@ def test_a_term_comes_back_from_a_runs_file_and_from_a_flag(tmp_path):
     assert read_config(tmp_path / "config.yaml", PPOConfig) == config
     parser = config_parser(PPOConfig)
     flag = "--reward+={function: length}"
-    assert to_config(parser.parse_args([flag]), PPOConfig).reward == [
+    assert to_config(parser.read([flag]), PPOConfig).reward == [
         *PPOConfig().reward,
         FunctionTerm(function="length"),
     ]

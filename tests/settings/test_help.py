@@ -9,7 +9,7 @@ import pytest
 
 from helpers.commands import refused
 from tokencredit.cli import main
-from tokencredit.settings.help import FIRST_KEYS
+from tokencredit.settings.command_line import FIRST_KEYS
 from tokencredit.settings.run_kind import RUN_KINDS
 from tokencredit.settings.yaml import flat
 
@@ -61,7 +61,7 @@ def test_the_help_on_a_group_that_is_not_there_is_refused(capsys):
 
 @pytest.mark.slow
 def test_bash_completes_keys_and_choices(tmp_path):
-    command = [sys.executable, "-m", "tokencredit.cli", "--print_completion=shtab-bash"]
+    command = [sys.executable, "-m", "tokencredit.cli", "--print_completion=bash"]
     script = tmp_path / "tokencredit.bash"
     script.write_bytes(subprocess.run(command, capture_output=True, check=True).stdout)
     ask = """

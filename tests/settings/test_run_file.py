@@ -7,7 +7,7 @@ import pytest
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, PromptsConfig
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.source import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import dump_yaml
 
@@ -58,8 +58,12 @@ def test_settings_that_are_left_out_have_the_defaults_of_the_whole_configuration
         ("kl: {coef: '1'}", "kl.coef is '1'; it must be a number"),
         ("reward: [{functio: length}]", "unknown key reward[0].functio; did you mean reward[0].function?"),
         ("reward: [length]", "reward[0] is 'length'; it must hold keys, such as reward[0].function"),
-        ("reward: length", "reward is 'length'; it must be a list of RewardTerm"),
-        ("1: 2", "unknown key 1; see --print_config for all keys"),
+        (
+            "reward: length",
+            "reward is 'length'; it must be a list of terms, such as --reward '[{function: f.py:f}]', or "
+            "reward: [{function: f.py:f}] in a file",
+        ),
+        ("1: 2", "1 is a key that YAML does not read as text; quote it"),
     ],
 )
 def test_mistakes_are_answered_with_file_and_key(text, message, file):

@@ -17,7 +17,7 @@ from tokencredit.settings.data import (
 )
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.source import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, RunConfig, StopConfig, UpdateConfig
 

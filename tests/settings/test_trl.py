@@ -8,38 +8,6 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.trl import trl_names
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"learning_rate": 1e-5},
-            r"^learning_rate is TRL's name for optim\.lr, critic\.lr \(docs/from-trl\.md\); "
-            r"give settings by key, as in PPOConfig\.from_dict\(\{'optim\.lr': 1e-5\}\)$",
-        ),
-        (
-            {"kl_coef": 0.1, "world_size": 2, "seed": 3},
-            r"^kl_coef is TRL's name for kl\.coef; world_size is TRL's, and has no counterpart here \(docs",
-        ),
-    ],
-)
-def test_keywords_of_the_configuration(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        tc.PPOConfig(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("learning_rte", r"did you mean learning_rate\? learning_rate is TRL's name for optim\.lr, critic\.lr \(docs"),
-        ("lr", r"did you mean critic\.lr or optim\.lr\?; give settings by key, as in PPOConfig\.from_dict\("),
-        ("rollouts", r"did you mean rollout\?"),
-    ],
-)
-def test_a_keyword_that_is_close_to_a_setting(name, advice):
-    with pytest.raises(ConfigError, match=f"^PPOConfig has no {name}; {advice}"):
-        tc.PPOConfig(**{name: 1})
-
-
 def test_arguments_of_older_trainers():
     with pytest.raises(ConfigError) as caught:
         tc.PPOTrainer(config=None, tokenizer=None, reward_processing_classes=None)
@@ -47,12 +15,6 @@ def test_arguments_of_older_trainers():
         "config is TRL's name for PPOTrainer(args); tokenizer is TRL's name for PPOTrainer(processing_class); "
         "reward_processing_classes is TRL's, and has no counterpart here (docs/from-trl.md)"
     )
-
-
-def test_other_keywords_get_pythons_own_error_and_settings_are_taken():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'"):
-        tc.PPOConfig(zzz=1)
-    assert tc.PPOConfig(3, kl=tc.KLConfig(coef=0.5)) == tc.PPOConfig.from_dict({"seed": 3, "kl.coef": 0.5})
 
 
 def test_a_name_set_on_a_configuration():

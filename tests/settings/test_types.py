@@ -17,6 +17,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import dump_yaml
 
 CHOICES = "tensorboard, wandb, trackio, comet_ml, aim, mlflow, clearml, dvclive, swanlab"
+TERMS = "a list of terms, such as --reward '[{function: f.py:f}]', or reward: [{function: f.py:f}] in a file"
 WRONG = [
     ("seed", "1", "a whole number"),
     ("seed", True, "a whole number"),
@@ -43,8 +44,8 @@ WRONG = [
     ("prompts.text", ("A", "B"), "a list of texts or a text"),
     ("rollout.stop", "END", "a list of texts"),
     ("run.trackers", "wandb", f"a list of any of {CHOICES}"),
-    ("reward", FunctionTerm(function="length"), "a list of RewardTerm"),
-    ("reward", "length", "a list of RewardTerm"),
+    ("reward", FunctionTerm(function="length"), TERMS),
+    ("reward", "length", TERMS),
     ("kl.place", "outside", "one of reward, loss"),
     ("kl.place", 1, "one of reward, loss"),
     ("prompts.chat_template_kwargs", [], "a dict"),

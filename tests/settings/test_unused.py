@@ -11,13 +11,11 @@ import yaml
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import ROWS, Condition, _rules, refuse_unused
-from tokencredit.settings.parsing import configure
-from tokencredit.settings.run_file import read_config
+from tokencredit.settings.fields import ROWS, Condition, refuse_unused, settings_of
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, RUN_KINDS, TEXT
+from tokencredit.settings.source import configure
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.yaml import flat, nested
-from tokencredit.tools.sweep.sweep_file import read_sweep, refuse_changed
 
 FUNCTION = [{"function": "length"}]
 DATA = {"prompts.dataset": "prompts.jsonl"}
@@ -423,7 +421,7 @@ def test_every_setting_with_a_need_stands_in_the_table():
     declared = {
         (name, key)
         for name, run_kind in RUN_KINDS.items()
-        for key, rule in _rules(run_kind.config).items()
+        for key, rule in settings_of(run_kind.config).items()
         if rule.needs
     }
     # Estimators and algorithms that only the other kind of run has; a value is always its default; rows from Python.
@@ -436,7 +434,7 @@ def test_every_setting_with_a_need_stands_in_the_table():
 @pytest.mark.parametrize("run_kind", RUN_KINDS.values(), ids=list(RUN_KINDS))
 def test_every_need_names_settings_and_choices_that_there_are(run_kind):
     other = CONTROL if run_kind is TEXT else TEXT
-    known, rules = flat(asdict(run_kind.config())), _rules(run_kind.config)
+    known, rules = flat(asdict(run_kind.config())), settings_of(run_kind.config)
     somewhere = {**flat(asdict(other.config())), **rules, **dict.fromkeys(ROWS)}
     for key, rule in rules.items():
         for need in rule.needs:
@@ -507,33 +505,3 @@ def refused_by_commands(settings, needs, capsys):
     assert str(caught.value) == told
     assert main(["train", *flags(settings)]) == 2
     assert capsys.readouterr().err == f"tokencredit: {told}\n"
-
-
-def test_a_run_of_an_older_version_that_holds_such_settings_is_read_with_their_defaults(tmp_path):
-    """Its config.yaml holds every setting, and the text that stood for no text beside a dataset."""
-    old = {key: value for key, value in flat(asdict(PPOConfig())).items() if not key.startswith("reward[")} | {
-        "prompts.text": ["This movie was really"],
-        "prompts.dataset": "prompts.jsonl",
-        "kl.horizon": 5.0,
-        "model.lora.alpha": 8.0,
-        "prompts.column": "prompt",
-    }
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(nested(old)))
-    config = read_config(file, PPOConfig)
-    assert (config.prompts.text, config.kl.horizon, config.model.lora.alpha) == (None, 10_000, 16.0)
-    with pytest.raises(ConfigError, match=r"has no effect"):
-        PPOConfig.from_yaml(file)
-
-
-def test_a_sweep_goes_on_after_a_useless_setting_is_taken_out_of_its_file(tmp_path):
-    sweep = tmp_path / "sweep.yaml"
-    sweep.write_text(f"{{kind: control, dir: {tmp_path / 'out'}, seeds: [1], variants: {{plain: {{}}}}}}")
-    (run,) = read_sweep(sweep, configure)
-    run.folder.mkdir(parents=True)
-    begun = run.config | {"agent": run.config["agent"] | {"context": 4}}  # refused now, let pass before
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(begun))
-    refuse_changed([run])
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(begun | {"steps": 7}))
-    with pytest.raises(ConfigError, match=r"steps is 128 and was 7$|steps is 128 and was 7;"):
-        refuse_changed([run])

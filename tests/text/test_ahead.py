@@ -13,7 +13,7 @@ import torch
 from helpers.configs import quiet, text_config
 from helpers.files import read_jsonl, read_metrics
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig

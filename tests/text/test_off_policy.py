@@ -15,11 +15,10 @@ from tokencredit.core.off_policy import correction
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.runs.diagnosis.policy_checks import ROUNDING_KL
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.settings.off_policy import OffPolicyConfig
 from tokencredit.settings.options import EvaluateOptions, with_engine
-from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
+from tokencredit.settings.rollout import OffPolicyConfig, RolloutConfig, SamplingConfig
 from tokencredit.settings.source import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from jsonargparse import Namespace
-
 from tokencredit.commands import label, planning, run_reports, templates, train, use_model
+from tokencredit.settings.command_line import Options, Parser, config_parser
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
-from tokencredit.settings.parsing import Parser, config_parser
 from tokencredit.settings.text import PPOConfig
 
-COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = {
+COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Options], None]]] = {
     "train": (partial(config_parser, PPOConfig), train.train),
     "plan": (planning.plan_parser, planning.plan),
     "control": (partial(config_parser, ControlConfig), train.control),
@@ -32,6 +30,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], None]]] = 
     "compare": (run_reports.compare_parser, run_reports.compare),
     "sweep": (train.sweep_parser, train.sweep),
     "doctor": (run_reports.doctor_parser, run_reports.doctor),
+    "schema": (train.schema_parser, train.schema),
     "check-template": (templates.check_template_parser, templates.check_template),
 }
 """Subcommands: parser and function."""

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
-from jsonargparse import Namespace
-
-from tokencredit.commands.shared_options import Seed, refuse_empty
+from tokencredit.commands.shared_options import refuse_empty
 from tokencredit.commands.use_model import from_python, which_of
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
+from tokencredit.settings.command_line import SEED, Options, Parser, new_command
 from tokencredit.settings.options import PairsOptions
-from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
+from tokencredit.settings.reader import build
 from tokencredit.settings.source import read_source
 
 
-@cache
 def pairs_parser() -> Parser:
     """The parser of `tokencredit pairs`."""
-    parser = options_parser(PairsOptions, "Sample completions, rank them by a reward, and write pairs of them.")
-    parser.add_argument("model", help="Folder of a run or a model, or a hub id.")
+    parser = new_command("Sample completions, rank them by a reward, and write pairs of them.", kind=PairsOptions)
+    parser.positional(
+        "model", "MODEL, the folder of a run or a model, or a hub id", help="Folder of a run or a model, or a hub id."
+    )
     parser.add_argument("--base", action="store_true", help="Sample from the model that the run started from.")
     parser.add_argument("--best", action="store_true", help="Sample from the policy with the best evaluation.")
     parser.add_argument(
@@ -30,11 +29,11 @@ def pairs_parser() -> Parser:
     return parser
 
 
-def pairs(options: Namespace) -> None:
+def pairs(options: Options) -> None:
     """Run `tokencredit pairs`."""
     if options.out is None:
         raise ConfigError("--out is missing; give a new file that ends in .jsonl")
-    settings = to_options(pairs_parser(), options, PairsOptions)
+    settings = build(PairsOptions, options.settings)
     source, which = read_source(options.model), which_of(options)
     source = replace(source, config=settings.configure(source, from_python(source), options.no_code))
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
@@ -52,14 +51,16 @@ def pairs(options: Namespace) -> None:
 def label_parser() -> Parser:
     """The parser of `tokencredit label`."""
     parser = new_command("Label pairs of completions by hand: which one is better?", runs_code=False)
-    parser.add_argument("pairs", metavar="FILE", help="JSONL file of pairs, as `tokencredit pairs` writes it.")
+    parser.positional(
+        "pairs", "FILE, a JSONL file of pairs", help="JSONL file of pairs, as `tokencredit pairs` writes it."
+    )
     parser.add_argument("--out", metavar="FILE", help="File of labels, continued; by default labels.jsonl.")
-    parser.add_argument("--seed", type=Seed, default=1, help="Seed of the order of A and B.")
+    parser.add_argument("--seed", type=SEED, default=1, help="Seed of the order of A and B.")
     parser.add_argument("--export", metavar="FILE", help="Write preferences of the labels to this new file.")
     return parser
 
 
-def label(options: Namespace) -> None:
+def label(options: Options) -> None:
     """Run `tokencredit label`."""
     refuse_empty(options, "out")
     if options.export is not None and options.seed != 1:

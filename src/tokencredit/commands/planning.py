@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from functools import cache
-
-from jsonargparse import Namespace
-from jsonargparse.typing import PositiveInt
-
 from tokencredit.runs.folder import check_new_file
-from tokencredit.settings.code_policy import refuse_foreign_code
+from tokencredit.settings.command_line import POSITIVE_INT, Options, Parser, new_command, to_config
 from tokencredit.settings.fields import refuse_unused
-from tokencredit.settings.parsing import Parser, options_parser
 from tokencredit.settings.text import PPOConfig
 
 OWN = {
-    "processes": (PositiveInt | None, "Number of processes of the job; by default 1."),
-    "tokens": (PositiveInt | None, "Mean length of completions, in tokens; by default the longest."),
-    "prompt_tokens": (PositiveInt | None, "Length of prompts, in tokens; by default they are tokenized and counted."),
+    "processes": "Number of processes of the job; by default 1.",
+    "tokens": "Mean length of completions, in tokens; by default the longest.",
+    "prompt_tokens": "Length of prompts, in tokens; by default they are tokenized and counted.",
 }
-"""Options with a value, beside the keys of `train`: type and help."""
+"""Options with a value, beside the keys of `train`, with their help."""
 
 
-@cache
 def plan_parser() -> Parser:
     """The parser of `tokencredit plan`."""
-    parser = options_parser(PPOConfig, "Plan a run of `tokencredit train`: memory, time and tokens; nothing is loaded.")
-    parser.command = "plan"
-    for name, (kind, text) in OWN.items():
-        parser.add_argument(f"--{name}", type=kind, help=text)
+    parser = new_command(
+        "Plan a run of `tokencredit train`: memory, time and tokens; nothing is loaded.", kind=PPOConfig
+    )
+    for name, text in OWN.items():
+        parser.add_argument(f"--{name}", type=POSITIVE_INT, metavar="N", help=text)
     parser.add_argument("--no-time", action="store_true", help="Skip the calibration of time on this machine.")
     parser.add_argument("--out", metavar="FILE", help="New JSON file for the plan.")
     return parser
 
 
-def plan(options: Namespace) -> None:
+def plan(options: Options) -> None:
     """Run `tokencredit plan`."""
-    settings = vars(plan_parser().instantiate(options))
-    config = PPOConfig(**{item.name: settings[item.name] for item in fields(PPOConfig)})
-    if options.no_code:
-        refuse_foreign_code(config)
+    config = to_config(options, PPOConfig)
     refuse_unused(config, rows=())
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
     from transformers.utils.logging import disable_progress_bar

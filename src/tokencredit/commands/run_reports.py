@@ -6,18 +6,22 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import Namespace
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
-
-from tokencredit.commands.shared_options import Seed, refuse_empty, require_gymnasium
+from tokencredit.commands.shared_options import refuse_empty, require_gymnasium
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import AUDIT, RunFolder
 from tokencredit.runs.untrusted import visible
+from tokencredit.settings.command_line import (
+    NON_NEGATIVE_INT,
+    POSITIVE_FLOAT,
+    POSITIVE_INT,
+    SEED,
+    Options,
+    Parser,
+    new_command,
+)
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
-from tokencredit.settings.parsing import Parser, new_command
-from tokencredit.settings.run_file import read_config, run_config_file
 from tokencredit.settings.run_kind import CONTROL, run_kind_of
-from tokencredit.settings.source import read_policy_config
+from tokencredit.settings.source import read_config, read_policy_config, run_config_file
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.settings.yaml import read_yaml
@@ -26,21 +30,19 @@ from tokencredit.settings.yaml import read_yaml
 def audit_parser() -> Parser:
     """The parser of `tokencredit audit`."""
     parser = new_command("Measure a run's credit against true values, and add the result to its page.")
-    parser.add_argument("run", help="Folder of a run, finished or still training.")
-    parser.add_argument(
-        "--checkpoint", type=PositiveInt | None, help="Iteration of the checkpoint; by default the newest."
-    )
-    parser.add_argument("--completions", type=PositiveInt, default=16, help="Completions or episodes to audit.")
-    parser.add_argument("--continuations", type=PositiveInt, default=32, help="Continuations per state.")
+    parser.positional("run", "RUN, the folder of a run", help="Folder of a run, finished or still training.")
+    parser.add_argument("--checkpoint", type=POSITIVE_INT, help="Iteration of the checkpoint; by default the newest.")
+    parser.add_argument("--completions", type=POSITIVE_INT, default=16, help="Completions or episodes to audit.")
+    parser.add_argument("--continuations", type=POSITIVE_INT, default=32, help="Continuations per state.")
     parser.add_argument(
         "--states",
         help="States per completion or episode, evenly spread: all, or a number; by default all, and 4 per episode.",
     )
-    parser.add_argument("--seconds", type=PositiveFloat | None, help="Time limit in seconds; by default none.")
+    parser.add_argument("--seconds", type=POSITIVE_FLOAT, help="Time limit in seconds; by default none.")
     return parser
 
 
-def audit(options: Namespace) -> None:
+def audit(options: Options) -> None:
     """Run `tokencredit audit`."""
     count = options.states
     if count not in (None, "all") and not (count.isdecimal() and int(count)):
@@ -61,7 +63,7 @@ def audit(options: Namespace) -> None:
     print(write_report(run))
 
 
-def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str, Any]:
+def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, Any]:
     """An audit of a run of either kind; `shared` are the settings that both have."""
     from tokencredit.tools.audit_run import audit_run
 
@@ -81,17 +83,17 @@ def audits_of(run: Path, options: Namespace, shared: dict[str, Any]) -> dict[str
 def play_parser() -> Parser:
     """The parser of `tokencredit play`."""
     parser = new_command("Play episodes with a trained agent.")
-    parser.add_argument("run", help="Folder of a run.")
-    parser.add_argument("-n", "--episodes", type=PositiveInt, default=10, help="Number of episodes.")
+    parser.positional("run", "RUN, the folder of a run", help="Folder of a run.")
+    parser.add_argument("-n", "--episodes", type=POSITIVE_INT, default=10, help="Number of episodes.")
     parser.add_argument(
         "--sample", action="store_true", help="Sample actions as in training, instead of the most likely ones."
     )
-    parser.add_argument("--videos", type=NonNegativeInt, default=0, help="Extra episodes, recorded on video.")
-    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
+    parser.add_argument("--videos", type=NON_NEGATIVE_INT, default=0, help="Extra episodes, recorded on video.")
+    parser.add_argument("--seed", type=SEED, default=1, help="Seed of all randomness.")
     return parser
 
 
-def play(options: Namespace) -> None:
+def play(options: Options) -> None:
     """Run `tokencredit play`."""
     config = read_config(Path(options.run) / "config.yaml", ControlConfig, options.no_code)
     require_gymnasium()
@@ -104,19 +106,19 @@ def play(options: Namespace) -> None:
 def inspect_parser() -> Parser:
     """The parser of `tokencredit inspect`."""
     parser = new_command("Find which parts of the model training changed, and write a page about them.")
-    parser.add_argument("run", help="Folder of a finished run of a language model.")
+    parser.positional("run", "RUN, the folder of a run", help="Folder of a finished run of a language model.")
     parser.add_argument("--prompt", help="Prompt of the inspected completion; by default the run's first.")
     parser.add_argument(
         "--against", metavar="base|OTHER", default="base", help="Model to compare with: base, a run or a model folder."
     )
     parser.add_argument("--up", nargs="+", metavar="WORD", default=[], help="Words whose log-odds are explained.")
     parser.add_argument("--down", nargs="+", metavar="WORD", default=[], help="Words against which.")
-    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
+    parser.add_argument("--seed", type=SEED, default=1, help="Seed of all randomness.")
     parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
     return parser
 
 
-def inspect(options: Namespace) -> None:
+def inspect(options: Options) -> None:
     """Run `tokencredit inspect`."""
     refuse_empty(options, "against")
     run = Path(options.run)
@@ -140,19 +142,19 @@ def inspect(options: Namespace) -> None:
 def report_parser() -> Parser:
     """The parser of `tokencredit report`."""
     parser = new_command("Write a run's report, an HTML page that needs no network.", runs_code=False)
-    parser.add_argument("run", help="Folder of a run, finished or still training.")
+    parser.positional("run", "RUN, the folder of a run", help="Folder of a run, finished or still training.")
     parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
     return parser
 
 
-def report(options: Namespace) -> None:
+def report(options: Options) -> None:
     """Run `tokencredit report`."""
     from tokencredit.report.page import write_report
 
     show_page(write_report(Path(options.run)), options)
 
 
-def show_page(page: Path, options: Namespace) -> None:
+def show_page(page: Path, options: Options) -> None:
     """Print a page's path, and with `--open` open it in the browser."""
     print(page)
     if options.open and not webbrowser.open(page.resolve().as_uri()):
@@ -162,15 +164,17 @@ def show_page(page: Path, options: Namespace) -> None:
 def compare_parser() -> Parser:
     """The parser of `tokencredit compare`."""
     parser = new_command("Compare runs on a page and in figures.", runs_code=False)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="Folders of runs, finished or still training.")
+    parser.positional(
+        "runs", "RUN, the folder of each run", nargs="*", help="Folders of runs, finished or still training."
+    )
     parser.add_argument("--metric", help="Metric to compare; by default the reward, or an agent's return.")
     parser.add_argument("--group-by", metavar="KEY", help="Key whose value groups runs into one curve.")
-    parser.add_argument("--smooth", type=PositiveInt, default=1, help="Window of each run's running mean.")
+    parser.add_argument("--smooth", type=POSITIVE_INT, default=1, help="Window of each run's running mean.")
     parser.add_argument("--out", default="comparison", help="Output folder.")
     return parser
 
 
-def compare(options: Namespace) -> None:
+def compare(options: Options) -> None:
     """Run `tokencredit compare`."""
     refuse_empty(options, "out")
     from tokencredit.report.comparison_page import write_comparison
@@ -185,11 +189,11 @@ def compare(options: Namespace) -> None:
 def doctor_parser() -> Parser:
     """The parser of `tokencredit doctor`."""
     parser = new_command("Diagnose a run: what is wrong, and what to change.", runs_code=False)
-    parser.add_argument("run", help="Folder of a run, finished or still training.")
+    parser.positional("run", "RUN, the folder of a run", help="Folder of a run, finished or still training.")
     return parser
 
 
-def doctor(options: Namespace) -> None:
+def doctor(options: Options) -> None:
     """Run `tokencredit doctor`."""
     from tokencredit.report.reading import read_run
     from tokencredit.runs.console import Screen

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from jsonargparse import Namespace
-from jsonargparse.typing import restricted_number_type
-
 from tokencredit.errors import ConfigError
-from tokencredit.settings.training import MAX_SEED
-
-Seed = restricted_number_type("Seed", int, [(">=", 0), ("<=", MAX_SEED)])
+from tokencredit.settings.command_line import Options
 
 
-def refuse_empty(options: Namespace, name: str) -> None:
+def refuse_empty(options: Options, name: str) -> None:
     """Raise `ConfigError` if an option for a folder is an empty text."""
     if options[name] == "":
         raise ConfigError(f"--{name} is empty; give a folder")

@@ -6,11 +6,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from jsonargparse import Namespace
-
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.parsing import Parser, new_command
+from tokencredit.settings.command_line import Options, Parser, new_command
 from tokencredit.settings.source import read_source
 
 
@@ -19,7 +17,11 @@ def check_template_parser() -> Parser:
     parser = new_command(
         "Compare the tokens of episodes with one rendering of a model's chat template.", runs_code=False
     )
-    parser.add_argument("model", help="Folder of a model or a run, or a hub id; no weights are loaded.")
+    parser.positional(
+        "model",
+        "MODEL, the folder of a run or a model, or a hub id",
+        help="Folder of a model or a run, or a hub id; no weights are loaded.",
+    )
     parser.add_argument(
         "--chat_template_kwargs",
         metavar="JSON",
@@ -28,7 +30,7 @@ def check_template_parser() -> Parser:
     return parser
 
 
-def check_template(options: Namespace) -> None:
+def check_template(options: Options) -> None:
     """Run `tokencredit check-template`."""
     config = read_source(options.model).config
     prompts = config.prompts

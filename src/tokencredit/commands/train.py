@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-from jsonargparse import Namespace
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from typing import TYPE_CHECKING
 
 from tokencredit.commands.jobs import training
 from tokencredit.commands.shared_options import refuse_empty, require_gymnasium
 from tokencredit.distributed.signals import raising_interrupt
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import read_python
+from tokencredit.settings.command_line import (
+    NON_NEGATIVE_INT,
+    POSITIVE_INT,
+    Options,
+    Parser,
+    new_command,
+    one_of,
+    to_config,
+)
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.describe import json_schema
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.offline import OfflineSettings
-from tokencredit.settings.parsing import Parser, configure, new_command, to_config
-from tokencredit.settings.run_kind import CONTROL
+from tokencredit.settings.run_kind import CONTROL, RUN_KINDS
+from tokencredit.settings.source import configure
 from tokencredit.settings.text import PPOConfig
 
 if TYPE_CHECKING:
@@ -27,10 +35,10 @@ if TYPE_CHECKING:
     from tokencredit.tools.sweep.sweep_file import SweepRun
 
 
-def train(options: Namespace) -> None:
+def train(options: Options) -> None:
     """Run `tokencredit train`."""
     resume = options.resume is not None
-    config = to_config(options, PPOConfig, options.no_code, begun=begun(options))
+    config = to_config(options, PPOConfig)
     refuse_other_folder(config, options)
     refuse_unused(config, rows=())
     if resume and {"environment_factory", "tools"} & set(given := read_python(Path(options.resume))):
@@ -52,12 +60,7 @@ def train(options: Namespace) -> None:
             trainer.train(resume_from_checkpoint=resume)
 
 
-def begun(options: Namespace) -> Path | None:
-    """The config.yaml of the run that `--resume` continues, if any."""
-    return None if options.resume is None else Path(options.resume) / "config.yaml"
-
-
-def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, options: Namespace) -> None:
+def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, options: Options) -> None:
     """Raise `ConfigError` if `--resume` is given, and the run's folder is another."""
     if options.resume is not None and Path(str(config.run.dir)) != Path(options.resume):
         raise ConfigError(
@@ -66,10 +69,10 @@ def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, opt
         )
 
 
-def control(options: Namespace) -> None:
+def control(options: Options) -> None:
     """Run `tokencredit control`."""
     resume = options.resume is not None
-    config = to_config(options, ControlConfig, options.no_code, begun=begun(options))
+    config = to_config(options, ControlConfig)
     refuse_other_folder(config, options)
     with training(config, resume=resume) as (config, resume):
         require_gymnasium()
@@ -79,10 +82,10 @@ def control(options: Namespace) -> None:
             ControlTrainer(config).train(resume_from_checkpoint=resume)
 
 
-def offline(kind: type[OfflineSettings], options: Namespace) -> None:
+def offline(kind: type[OfflineSettings], options: Options) -> None:
     """Run `tokencredit sft`, `reward-model` or `dpo`."""
     resume = options.resume is not None
-    config = to_config(options, kind, options.no_code, begun=begun(options))
+    config = to_config(options, kind)
     refuse_other_folder(config, options)
     refuse_unused(config, rows=())
     if config.data.dataset is None:
@@ -98,29 +101,43 @@ def offline(kind: type[OfflineSettings], options: Namespace) -> None:
             trainer.train(resume_from_checkpoint=resume)
 
 
+def schema_parser() -> Parser:
+    """The parser of `tokencredit schema`."""
+    parser = new_command("Print the JSON schema of a command's YAML files, for editors.", runs_code=False)
+    names = [run_kind.command for run_kind in RUN_KINDS.values()]
+    parser.add_argument("of", nargs="?", type=one_of(*names), default="train", help=f"Command: {', '.join(names)}.")
+    return parser
+
+
+def schema(options: Options) -> None:
+    """Run `tokencredit schema`."""
+    kind = next(run_kind.config for run_kind in RUN_KINDS.values() if run_kind.command == options.of)
+    print(json.dumps(json_schema(kind), indent=2, ensure_ascii=False))
+
+
 def sweep_parser() -> Parser:
     """The parser of `tokencredit sweep`."""
     parser = new_command("Train all runs of a sweep file, and compare them.")
-    parser.add_argument("file", help="YAML sweep file; docs/sweeps.md describes it.")
+    parser.positional("file", "FILE, a sweep file", help="YAML sweep file; docs/sweeps.md describes it.")
     parser.add_argument(
-        "--seeds", type=PositiveInt | None, help="Number of the file's seeds to use, the first ones; by default all."
+        "--seeds", type=POSITIVE_INT, help="Number of the file's seeds to use, the first ones; by default all."
     )
     parser.add_argument(
         "--on",
-        type=Literal["local", "ray", "slurm"],
+        type=one_of("local", "ray", "slurm"),
         default="local",
         help="Place of the runs: processes here, tasks of a Ray cluster, or Slurm jobs.",
     )
     parser.add_argument(
         "--jobs",
-        type=PositiveInt | None,
+        type=POSITIVE_INT,
         help="Number of runs in parallel; by default one here, and on a cluster all that it has room for.",
     )
     parser.add_argument(
-        "--cores", type=PositiveInt | None, help="CPU cores per run on a cluster; by default 1, with its threads."
+        "--cores", type=POSITIVE_INT, help="CPU cores per run on a cluster; by default 1, with its threads."
     )
     parser.add_argument(
-        "--gpus", type=NonNegativeInt | None, help="GPUs per run on a cluster, one process for each; by default 0."
+        "--gpus", type=NON_NEGATIVE_INT, help="GPUs per run on a cluster, one process for each; by default 0."
     )
     parser.add_argument(
         "--slurm",
@@ -138,7 +155,7 @@ def sweep_parser() -> Parser:
     return parser
 
 
-def sweep(options: Namespace) -> None:
+def sweep(options: Options) -> None:
     """Run `tokencredit sweep`."""
     refuse_empty(options, "export")
     if options.export and options.dry_run:
@@ -170,7 +187,7 @@ def sweep(options: Namespace) -> None:
         launcher.close()
 
 
-def cluster_resources(options: Namespace, runs: Sequence[SweepRun]) -> Resources:
+def cluster_resources(options: Options, runs: Sequence[SweepRun]) -> Resources:
     """What each run gets on a cluster.
 
     Raises:
@@ -192,7 +209,7 @@ def cluster_resources(options: Namespace, runs: Sequence[SweepRun]) -> Resources
     return resources
 
 
-def make_launcher(options: Namespace, resources: Resources, home: Path) -> Launcher:
+def make_launcher(options: Options, resources: Resources, home: Path) -> Launcher:
     """The launcher of the place that `--on` names; `home` is the sweep's folder."""
     if options.on == "ray":
         from tokencredit.tools.sweep.on_ray import Ray

@@ -4,47 +4,43 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
+from typing import get_args
 
-from jsonargparse import Namespace
-from jsonargparse.typing import PositiveFloat, PositiveInt
-
-from tokencredit.commands.shared_options import Seed
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file, read_python
 from tokencredit.runs.untrusted import visible
+from tokencredit.settings.command_line import POSITIVE_FLOAT, POSITIVE_INT, SEED, Options, Parser, new_command, one_of
 from tokencredit.settings.options import EvaluateOptions, with_engine
-from tokencredit.settings.parsing import Parser, new_command, options_parser, to_options
+from tokencredit.settings.reader import build
 from tokencredit.settings.rollout import EngineName
-from tokencredit.settings.run_file import run_config_file
-from tokencredit.settings.source import Source, read_policy_config, read_source
+from tokencredit.settings.source import Source, read_policy_config, read_source, run_config_file
 
 
 def generate_parser() -> Parser:
     """The parser of `tokencredit generate`."""
     parser = new_command("Sample completions from a trained policy.")
-    parser.add_argument("run", help="Folder of a run.")
+    parser.positional("run", "RUN, the folder of a run", help="Folder of a run.")
     parser.add_argument("--prompt", help="Prompt to complete; by default the run's prompts in turn, or episodes.")
     parser.add_argument(
         "--chat", action="store_true", help="Format the prompt as a user message with the chat template."
     )
-    parser.add_argument("-n", "--samples", type=PositiveInt, default=5, help="Number of completions.")
+    parser.add_argument("-n", "--samples", type=POSITIVE_INT, default=5, help="Number of completions.")
     parser.add_argument("--base", action="store_true", help="Sample from the model that the run started from.")
     parser.add_argument(
-        "--max_new_tokens", type=PositiveInt | None, help="Longest completion, in tokens; by default the run's."
+        "--max_new_tokens", type=POSITIVE_INT, help="Longest completion, in tokens; by default the run's."
     )
-    parser.add_argument("--temperature", type=PositiveFloat | None, help="Sampling temperature; by default the run's.")
-    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness.")
-    parser.add_argument("--engine", type=EngineName, default="local", help="Sampling engine (docs/engines.md).")
-    parser.add_argument("--server", type=str | None, help="Address of a vLLM server, with --engine vllm.")
+    parser.add_argument("--temperature", type=POSITIVE_FLOAT, help="Sampling temperature; by default the run's.")
+    parser.add_argument("--seed", type=SEED, default=1, help="Seed of all randomness.")
     parser.add_argument(
-        "--server_folder", type=str | None, help="Folder through which weights reach the server; by default temporary."
+        "--engine", type=one_of(*get_args(EngineName)), default="local", help="Sampling engine (docs/engines.md)."
     )
+    parser.add_argument("--server", help="Address of a vLLM server, with --engine vllm.")
+    parser.add_argument("--server_folder", help="Folder through which weights reach the server; by default temporary.")
     return parser
 
 
-def generate(options: Namespace) -> None:
+def generate(options: Options) -> None:
     """Run `tokencredit generate`."""
     if options.chat and not options.prompt:
         raise ConfigError("--chat needs --prompt, the user message")
@@ -78,23 +74,23 @@ def generate(options: Namespace) -> None:
 def chat_parser() -> Parser:
     """The parser of `tokencredit chat`."""
     parser = new_command("Send the same messages to models, side by side.")
-    parser.add_argument("model", help="Folder of a run or a model, or a hub id.")
+    parser.positional(
+        "model", "MODEL, the folder of a run or a model, or a hub id", help="Folder of a run or a model, or a hub id."
+    )
     parser.add_argument("--base", action="store_true", help="Also show the model that the run started from.")
     parser.add_argument(
-        "--beside", nargs="+", type=str, default=[], metavar="MODEL", help="Further models: runs, folders or hub ids."
+        "--beside", nargs="+", default=[], metavar="MODEL", help="Further models: runs, folders or hub ids."
     )
     parser.add_argument("--message", help="Answer this one message; by default those of standard input.")
     parser.add_argument(
-        "--max_new_tokens", type=PositiveInt | None, help="Longest reply, in tokens; by default the run's, or 128."
+        "--max_new_tokens", type=POSITIVE_INT, help="Longest reply, in tokens; by default the run's, or 128."
     )
-    parser.add_argument(
-        "--temperature", type=PositiveFloat | None, help="Sampling temperature; by default the run's, or 1."
-    )
-    parser.add_argument("--seed", type=Seed, default=1, help="Seed of all randomness, the same for each model.")
+    parser.add_argument("--temperature", type=POSITIVE_FLOAT, help="Sampling temperature; by default the run's, or 1.")
+    parser.add_argument("--seed", type=SEED, default=1, help="Seed of all randomness, the same for each model.")
     return parser
 
 
-def chat(options: Namespace) -> None:
+def chat(options: Options) -> None:
     """Run `tokencredit chat`."""
     if options.message is not None and not options.message.strip():
         raise ConfigError("--message is empty; give a text, or leave it out to read standard input")
@@ -118,10 +114,9 @@ def chat(options: Namespace) -> None:
         chats.chat(speakers, chats.typed(), console, lambda reason: print(visible(reason), file=sys.stderr))
 
 
-@cache
 def evaluate_parser() -> Parser:
     """The parser of `tokencredit evaluate`."""
-    parser = options_parser(EvaluateOptions, "Evaluate a trained policy, or any model, by any reward.")
+    parser = new_command("Evaluate a trained policy, or any model, by any reward.", kind=EvaluateOptions)
     parser.add_argument("run", nargs="?", help="Folder of a run.")
     parser.add_argument("--model", help="Another model: its folder or hub id, or the folder of a run.")
     parser.add_argument("--base", action="store_true", help="Evaluate the model that the run started from.")
@@ -132,7 +127,7 @@ def evaluate_parser() -> Parser:
     return parser
 
 
-def evaluate(options: Namespace) -> None:
+def evaluate(options: Options) -> None:
     """Run `tokencredit evaluate`."""
     if options.run is None and options.model is None:
         raise ConfigError("evaluate needs RUN, the folder of a run, or --model MODEL")
@@ -140,7 +135,7 @@ def evaluate(options: Namespace) -> None:
         raise ConfigError("RUN and --model are both given; leave one of them out")
     if options.run is not None:
         run_config_file(Path(options.run))
-    settings = to_options(evaluate_parser(), options, EvaluateOptions)
+    settings = build(EvaluateOptions, options.settings)
     source, which = read_source(options.model if options.run is None else options.run), which_of(options)
     source = replace(source, config=settings.configure(source, from_python(source), options.no_code))
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
@@ -155,7 +150,7 @@ def evaluate(options: Namespace) -> None:
         write_metrics(out, source, which, reference, metrics)
 
 
-def which_of(options: Namespace) -> str:
+def which_of(options: Options) -> str:
     """The model of a run that `--base` and `--best` choose."""
     if options.base and options.best:
         raise ConfigError("--base and --best are both given; leave one of them out")

@@ -22,7 +22,7 @@ from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PROBLEMS
 from tokencredit.runs.summary import WINDOW, averaged, final_mean, iterations_in, mean
 from tokencredit.runs.transcript import acted, speeches, written
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.environment import SOURCES
+from tokencredit.settings.data import SOURCES
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
 
 if TYPE_CHECKING:  # it imports torch, which a page does not need

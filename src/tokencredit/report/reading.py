@@ -26,7 +26,7 @@ from tokencredit.runs.jsonl import (
     require_fields,
 )
 from tokencredit.runs.summary import WINDOW
-from tokencredit.settings.run_file import run_config_file
+from tokencredit.settings.source import run_config_file
 from tokencredit.settings.yaml import read_yaml
 
 REPORT = "report.html"

@@ -29,8 +29,8 @@ from tokencredit.runs.jsonl import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, allowed_changes, for_trainer, newest, saved
 from tokencredit.runs.summary import History, Summary, summarise
 from tokencredit.runs.trackers import Trackers
-from tokencredit.settings.code_policy import foreign_code
 from tokencredit.settings.run_kind import RunKind
+from tokencredit.settings.source import foreign_code
 from tokencredit.settings.training import RunSettings
 from tokencredit.settings.yaml import dump_yaml
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from tokencredit.core.estimator_table import AgentEstimatorName
 from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import check, refuse_unused, setting
 from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
+from tokencredit.settings.reader import Configuration
 from tokencredit.settings.training import (
     MAX_SEED,
     AdvantageSettings,
@@ -159,7 +158,7 @@ class AgentAuditConfig(AuditSettings):
 
 
 @dataclass
-class ControlConfig:
+class ControlConfig(Configuration):
     """Every setting of a run in a Gymnasium environment."""
 
     seed: int = setting(1, at_least=0, at_most=MAX_SEED)
@@ -207,25 +206,3 @@ class ControlConfig:
         self.advantage.check_critic(self.critic.kind)
         self.critic.check_warmup(self.run.iterations)
         refuse_unused(self)
-
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> ControlConfig:
-        """Read a configuration from a YAML file, as `--config` does.
-
-        Raises:
-            ConfigError: there is no such file, or it has a key or value that is refused.
-        """
-        from tokencredit.settings.parsing import from_yaml
-
-        return from_yaml(cls, path)
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> ControlConfig:
-        """Make a configuration from settings with dotted or nested keys; the rest takes defaults.
-
-        Raises:
-            ConfigError: a key or value is refused, or a key is given twice.
-        """
-        from tokencredit.settings.parsing import from_dict
-
-        return from_dict(cls, settings)

@@ -9,8 +9,8 @@ import difflib
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass, replace
-from functools import cache, reduce
+from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -56,43 +56,6 @@ def require_config(config: Any, kind: type[Config]) -> Config:
     return config
 
 
-def values(default: Any, settings: Mapping[str, Any], known: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Values of a dataclass's fields from nested dicts, with its groups instantiated; types are not checked.
-
-    Args:
-        default: an instance with the default groups.
-        settings: the nested dicts, as read from YAML.
-        known: all keys of the configuration, to suggest one for an unknown key.
-        prefix: prefix of its keys.
-
-    Raises:
-        ConfigError: a key is unknown, or a group is not a dict.
-    """
-    hints = _hints(default.__class__)
-    made: dict[str, Any] = {}
-    for name, value in settings.items():
-        key = f"{prefix}{name}"
-        if name not in hints:
-            raise ConfigError(unknown_key(key, known))
-        hint = hints[name]
-        group = _group_of(hint)
-        if group is None or value is None:
-            made[name] = value
-        elif get_origin(hint) is not list:
-            made[name] = _group(getattr(default, name) or group(), value, known, key)
-        elif isinstance(value, list):  # of one of several kinds of groups
-            made[name] = [group.read(inner, f"{key}[{place}]") for place, inner in enumerate(value)]
-        else:
-            made[name] = value
-    return made
-
-
-def _group(default: Any, settings: Any, known: Collection[str], key: str) -> Any:
-    if not isinstance(settings, Mapping):
-        raise ConfigError(no_group(key, settings, fields(default)[0].name))
-    return replace(default, **values(default, settings, known, f"{key}."))
-
-
 def no_group(key: str, value: Any, name: str) -> str:
     """A message on a value where a group of keys belongs, with the name of one of them."""
     return f"{key} is {quoted(value)}; it must hold keys, such as {key}.{name}"
@@ -111,7 +74,7 @@ def unknown_key(key: str, known: Collection[str]) -> str:
 def check(config: Any, prefix: str = "") -> None:
     """Raise `ConfigError` for the first field, at any depth, with a wrong type, a value outside its range, or no valid
     choice."""
-    hints = _hints(config.__class__)
+    hints = hints_of(config.__class__)
     for name in vars(config):
         if name not in hints:
             near = difflib.get_close_matches(name, hints, n=1)
@@ -119,21 +82,23 @@ def check(config: Any, prefix: str = "") -> None:
             raise ConfigError(f"unknown key {prefix}{name}" + (f"; {advice}" if advice else ""))
     for item in fields(config):
         key, value = prefix + item.name, getattr(config, item.name)
-        _check_type(key, value, hints[item.name], item.metadata.get("limits", {}))
+        check_value(key, value, hints[item.name], item.metadata.get("limits", {}))
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
+def hints_of(kind: Any) -> dict[str, Any]:
+    """Types of a dataclass's fields."""
     return get_type_hints(kind)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def options_of(hint: Any) -> tuple[Any, ...]:
     """The members of a union; any other hint alone."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _check_type(key: str, value: Any, hint: Any, limits: Mapping[str, float]) -> None:
-    options = _options(hint)
+def check_value(key: str, value: Any, hint: Any, limits: Mapping[str, float]) -> None:
+    """Raise `ConfigError` for a value of another type or outside its limits."""
+    options = options_of(hint)
     if value is None:
         if NoneType in options:
             return
@@ -145,7 +110,7 @@ def _check_type(key: str, value: Any, hint: Any, limits: Mapping[str, float]) ->
         check(value, f"{key}.")
     elif isinstance(value, list):
         for position, element in enumerate(value):
-            _check_type(f"{key}[{position}]", element, get_args(fitting)[0], {})
+            check_value(f"{key}[{position}]", element, get_args(fitting)[0], {})
     elif isinstance(value, dict):
         _check_plain(key, value)
     elif fitting in (int, float):
@@ -154,26 +119,12 @@ def _check_type(key: str, value: Any, hint: Any, limits: Mapping[str, float]) ->
 
 def wrong_value(key: str, value: Any, hint: Any) -> str:
     """A message on a value of another type, or none of the choices, with the closest choice."""
-    options = [option for option in _options(hint) if option is not NoneType]
-    wanted = " or ".join(map(_wanted, options))
+    options = [option for option in options_of(hint) if option is not NoneType]
+    wanted = " or ".join(map(wanted_of, options))
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
     near = difflib.get_close_matches(str(value), choices, n=1)
     advice = f"; did you mean {near[0]}?" if near else _advice(value)
     return f"{key} is {quoted(value)}; it must be {wanted}{advice}"
-
-
-def hint_of(kind: Any, key: str) -> Any:
-    """The type of a setting by its whole key; None if there is no such key."""
-    hint: Any = kind
-    for name in key.split("."):
-        group = _group_of(hint)
-        hint = None if group is None else _hints(group).get(name)
-    return hint
-
-
-def _group_of(hint: Any) -> Any:
-    """The dataclass in a type: itself, one that may be null, or of a list; None for another type."""
-    return next((option for option in (hint, *get_args(hint)) if is_dataclass(option)), None)
 
 
 def _is(value: Any, option: Any) -> bool:
@@ -187,14 +138,17 @@ def _is(value: Any, option: Any) -> bool:
     return type(value) is (get_origin(option) or option)
 
 
-def _wanted(option: Any) -> str:
+def wanted_of(option: Any) -> str:
+    """A type in words."""
     if is_dataclass(option) and isinstance(option, type):
         return f"{'an' if option.__name__[0] in 'AEIOU' else 'a'} {option.__name__}"
     if get_origin(option) is Literal:
         return f"one of {', '.join(get_args(option))}"
     if get_origin(option) is list:
         (element,) = get_args(option)
-        return f"a list of {PLURALS.get(element) or _wanted(element).removeprefix('a ').replace('one of', 'any of')}"
+        if is_dataclass(element):
+            return "a list of terms, such as --reward '[{function: f.py:f}]', or reward: [{function: f.py:f}] in a file"
+        return f"a list of {PLURALS.get(element) or wanted_of(element).removeprefix('a ').replace('one of', 'any of')}"
     return WORDS.get(option, "a dict")
 
 
@@ -244,14 +198,29 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-class Rule(NamedTuple):
-    """The conditions under which a setting has an effect, and its defaults."""
+class Setting(NamedTuple):
+    """A setting or a group of them, as its class declares it."""
 
-    needs: tuple[str, ...]
+    item: Field[Any]
+    kind: type
+    """The dataclass that declares it."""
+    hint: Any
     own: Any
     """Default of its class."""
     default: Any
     """Default of the whole configuration."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The conditions under which it has an effect."""
+        needs: tuple[str, ...] = self.item.metadata.get("needs", ())
+        return needs
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """Its range, as `setting` takes it."""
+        limits: Mapping[str, float] = self.item.metadata.get("limits", {})
+        return limits
 
 
 class UnusedSetting(NamedTuple):
@@ -259,7 +228,7 @@ class UnusedSetting(NamedTuple):
 
     why: str
     """The reason, such as `without kl.target`."""
-    rule: Rule
+    setting: Setting
 
 
 def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
@@ -270,8 +239,8 @@ def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
         rows: the arguments of `ROWS` that are given, or may be.
     """
     settings = flat(asdict(config))
-    for key, (why, rule) in unused(type(config), settings, rows).items():
-        if settings[key] not in (rule.own, rule.default):
+    for key, (why, declared) in unused(type(config), settings, rows).items():
+        if settings[key] not in (declared.own, declared.default):
             raise ConfigError(f"{key} is {quoted(settings[key])}, which has no effect {why}; leave it out")
 
 
@@ -283,36 +252,15 @@ def unused(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS
         settings: the whole configuration, as `flat` gives it.
         rows: as in `refuse_unused`.
     """
-    rules, known = _rules(kind), {**settings, **dict.fromkeys(rows, True)}
+    declared, known = settings_of(kind), {**settings, **dict.fromkeys(rows, True)}
     reasons: dict[str, UnusedSetting] = {}
-    for key in settings:
-        rule, group = rules.get(key), key[: key.rfind(".") + 1]
-        for need in rule.needs if rule else ():
+    for key in filter(declared.__contains__, settings):
+        group = key[: key.rfind(".") + 1]
+        for need in declared[key].needs:
             conditions = [Condition.read(text, known, group) for text in need.split(" or ")]
-            if rule and not any(condition.holds(known) for condition in conditions):
-                reasons.setdefault(key, UnusedSetting(_why(conditions), rule))
+            if not any(condition.holds(known) for condition in conditions):
+                reasons.setdefault(key, UnusedSetting(_why(conditions), declared[key]))
     return reasons
-
-
-def without_idle(
-    kind: type, settings: Mapping[str, Any], begun: Mapping[str, Any], rows: Collection[str] = ()
-) -> dict[str, Any]:
-    """A run's settings, with defaults for those without an effect unless they differ from `begun`.
-
-    Args:
-        kind: class of the whole configuration.
-        settings: values of its fields, for a command, which has no rows.
-        begun: settings that the run began with, as `flat` gives them.
-        rows: the arguments of `ROWS` that the run may have begun with, and whose settings a command reads.
-    """
-    draft: Any = object.__new__(kind)  # not checked yet
-    vars(draft).update(settings)
-    now = flat(asdict(draft))
-    for key, (_, rule) in unused(kind, now, rows).items():
-        if now[key] == begun.get(key):
-            *groups, name = key.split(".")
-            setattr(reduce(getattr, groups, draft), name, rule.default)
-    return dict(vars(draft))
 
 
 class Condition(NamedTuple):
@@ -349,21 +297,16 @@ def _why(conditions: list[Condition]) -> str:
 
 
 @cache
-def _rules(kind: type) -> dict[str, Rule]:
-    """Rules of all settings by key."""
+def settings_of(kind: type) -> dict[str, Setting]:
+    """All settings and groups of a configuration by key, each group before its settings."""
     return dict(_walk(kind, None, ""))
 
 
-def _walk(kind: Any, default: Any, prefix: str) -> Iterator[tuple[str, Rule]]:
-    """Rules of a class of settings, whose default in the whole configuration is an instance of it or None."""
+def _walk(kind: Any, default: Any, prefix: str) -> Iterator[tuple[str, Setting]]:
+    """Those of a class, whose default in the whole configuration is an instance of it or None."""
     for item in fields(kind):
-        key, own, hint = prefix + item.name, _default(item), _hints(kind)[item.name]
-        here = own if default is None else getattr(default, item.name)
-        yield key, Rule(item.metadata.get("needs", ()), own, here)
-        for option in _options(hint):
-            if is_dataclass(option):
-                yield from _walk(option, here, f"{key}.")
-
-
-def _default(item: Field[Any]) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
+        own = item.default if item.default_factory is MISSING else item.default_factory()
+        here, hint = own if default is None else getattr(default, item.name), hints_of(kind)[item.name]
+        yield prefix + item.name, Setting(item, kind, hint, own, here)
+        if is_dataclass(hint):
+            yield from _walk(hint, here, f"{prefix}{item.name}.")

@@ -5,15 +5,14 @@ Imported before anything heavy, as `settings/text.py` is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import check, refuse_unused, setting
 from tokencredit.settings.model import TunedModelConfig
+from tokencredit.settings.reader import Configuration
 from tokencredit.settings.training import MAX_SEED, OptimConfig, RunSettings
 
 
@@ -175,7 +174,7 @@ class DPOOptimConfig(OptimConfig):
 
 
 @dataclass
-class OfflineSettings:
+class OfflineSettings(Configuration):
     """Settings shared by all runs that learn from a data set."""
 
     seed: int = setting(1, at_least=0, at_most=MAX_SEED)
@@ -200,20 +199,6 @@ class OfflineSettings:
                 f"data.micro_batch is {data.micro_batch}; it must be at most data.batch_size, {data.batch_size}"
             )
         refuse_unused(self)
-
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> Self:
-        """Read a configuration from a YAML file; as `PPOConfig.from_yaml`."""
-        from tokencredit.settings.parsing import from_yaml
-
-        return from_yaml(cls, path)
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a configuration from settings with dotted or nested keys; as `PPOConfig.from_dict`."""
-        from tokencredit.settings.parsing import from_dict
-
-        return from_dict(cls, settings)
 
 
 @dataclass

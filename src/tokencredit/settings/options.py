@@ -10,13 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.code_policy import refuse_foreign_code
-from tokencredit.settings.data import PromptsConfig, RewardTerm, ScoreConfig
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import check, refuse_unused, setting
-from tokencredit.settings.off_policy import OffPolicyConfig
-from tokencredit.settings.rollout import EngineName, RolloutConfig, SamplingConfig
-from tokencredit.settings.source import Source
+from tokencredit.settings.rollout import EngineName, OffPolicyConfig, RolloutConfig, SamplingConfig
+from tokencredit.settings.source import Source, refuse_foreign_code
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import MAX_SEED, KLConfig, ShardingConfig, StopConfig
 

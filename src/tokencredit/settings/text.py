@@ -6,21 +6,16 @@ The docstring of a field is its help on the command line and its comment in `--p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
 
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import KINDS, DefaultReward, PromptsConfig, RewardTerm, ScoreConfig
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import KINDS, DefaultReward, EnvironmentConfig, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import check, refuse_unused, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.settings.off_policy import OffPolicyConfig
-from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.server import check_server
+from tokencredit.settings.reader import Configuration
+from tokencredit.settings.rollout import OffPolicyConfig, RolloutConfig, check_server
 from tokencredit.settings.training import (
     ADAPTED,
     MAX_SEED,
@@ -34,15 +29,13 @@ from tokencredit.settings.training import (
     StopConfig,
     UpdateConfig,
 )
-from tokencredit.settings.trl import refuse_trl_names
 
 TOKEN_CLIP = 0.2
 """Default of `ppo.clip`, for the ratio of a token; `ppo.loss: gspo` refuses it, since nothing would be clipped."""
 
 
-@refuse_trl_names
 @dataclass
-class PPOConfig:
+class PPOConfig(Configuration):
     """Every setting of a language-model run."""
 
     seed: int = setting(1, at_least=0, at_most=MAX_SEED)
@@ -325,25 +318,3 @@ class PPOConfig:
                 f"score.missing_eos_penalty is {score.missing_eos_penalty:g}, which only truncated completions "
                 "pay, and ppo.mask_truncated masks those out of the loss; leave one of them out"
             )
-
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> PPOConfig:
-        """Read a configuration from a YAML file, as `--config` does.
-
-        Raises:
-            ConfigError: there is no such file, or it has a key or value that is refused.
-        """
-        from tokencredit.settings.parsing import from_yaml
-
-        return from_yaml(cls, path)
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> PPOConfig:
-        """Make a configuration from settings with dotted or nested keys; the rest takes defaults.
-
-        Raises:
-            ConfigError: a key or value is refused, or a key is given twice.
-        """
-        from tokencredit.settings.parsing import from_dict
-
-        return from_dict(cls, settings)

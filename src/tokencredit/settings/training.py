@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from tokencredit.core.estimator_table import ESTIMATORS, EstimatorName
 from tokencredit.errors import ConfigError
-from tokencredit.settings.environment import SEVERAL
+from tokencredit.settings.data import SEVERAL
 from tokencredit.settings.fields import setting
 from tokencredit.settings.model import CriticTraining
 

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, fields
-from functools import wraps
-from typing import Any, TypeVar
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.yaml import flat
-
-Kind = TypeVar("Kind", bound=type)
 
 NONE = "none"
 """For a name without a counterpart here."""
@@ -150,34 +144,3 @@ def refuse_arguments(names: Collection[str], known: Collection[str]) -> None:
     advice = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}; settings go into args"
     lines = [f"PPOTrainer takes no argument {', '.join(other)}; {advice}"] if other else []
     raise ConfigError("; ".join(filter(None, [trl_names(names), *lines])))
-
-
-def closest(name: str, keys: Collection[str]) -> str:
-    """A question with the keys of this last part, or with the closest key or name of TRL's; empty if none is close."""
-    near = [key for key in keys if key.endswith(f".{name}")] or difflib.get_close_matches(name, [*keys, *TRL], n=1)
-    told = trl_names(near)
-    return f"did you mean {' or '.join(near)}?" + (f" {told}" if told else "") if near else ""
-
-
-def refuse_trl_names(kind: Kind) -> Kind:
-    """Class decorator of a configuration: TRL's names as keyword arguments raise `ConfigError` with the keys here.
-
-    Misspelt names and keys without their group raise it too; other names get Python's own `TypeError`.
-
-    TRL's configuration has the same class name, so its scripts need only another import to get here.
-    """
-    init = kind.__init__  # type: ignore[misc]  # that of the class, not of an instance
-    own = [item.name for item in fields(kind)]
-    by_key = f"give settings by key, as in {kind.__name__}.from_dict({{'optim.lr': 1e-5}})"
-
-    @wraps(init)
-    def checked(self: Any, *args: Any, **settings: Any) -> None:
-        if message := trl_names(settings):
-            raise ConfigError(f"{message}; {by_key}")
-        for name in settings:
-            if name not in own and (advice := closest(name, [*own, *flat(asdict(kind()))])):
-                raise ConfigError(f"{kind.__name__} has no {name}; {advice}; {by_key}")
-        init(self, *args, **settings)
-
-    kind.__init__ = checked  # type: ignore[misc]
-    return kind

@@ -1,10 +1,9 @@
-"""Strict YAML of settings: plain values within size limits."""
+"""Strict YAML of settings: plain values, without tags and aliases, within size limits."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import yaml
 
 from tokencredit.errors import ConfigError
 
-MOST_VALUES = 100_000
-"""Maximum values per document. An alias counts as all values it stands for, and each hundred characters as one more."""
-DEEPEST = 50
+MAX_SIZE = 2_000_000
+"""Maximum characters per document."""
+MAX_DEPTH = 50
 """Maximum nesting of lists and mappings."""
 FLOAT = re.compile(
     r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -31,7 +30,11 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
 
 
 class Dumper(yaml.SafeDumper):
-    """The matching dumper: it quotes texts that `Loader` would read as numbers."""
+    """The matching dumper: it quotes texts that `Loader` would read as numbers, and writes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        """True: a value is written again wherever it stands."""
+        return True
 
 
 for kind in (Loader, Dumper):
@@ -43,34 +46,50 @@ for kind in (Loader, Dumper):
     kind.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+.0123456789"))
 
 
-class Refused(yaml.MarkedYAMLError):
-    """YAML that is refused: a tag, a duplicate key, or a document beyond the limits."""
-
-
-@dataclass
-class Collection:
-    """A list or mapping that the scan is inside of."""
-
-    anchor: str | None
-    before: int
-    """Number of values before it."""
-    keys: set[str] | None
-    """Keys so far; None for a list."""
-    at_key: bool = True
-
-
 def load_yaml(text: str) -> Any:
     """Load a YAML document: dicts, lists, texts, numbers and None.
 
     Raises:
-        yaml.YAMLError: invalid YAML, a tag, a duplicate key, a `class_path`, a number too long, or beyond the limits.
+        yaml.YAMLError: invalid YAML, a tag, an alias, a duplicate key, a number too long, or beyond the limits.
     """
+    if len(text) > MAX_SIZE:
+        raise yaml.YAMLError(f"it has {len(text)} characters; a configuration may have {MAX_SIZE}")
     try:
-        for inner in scan(text):
-            check_inner(inner)
+        refuse(text)
         return yaml.load(text, Loader=Loader)
     except ValueError as error:  # a number too long, half a character
         raise yaml.YAMLError(str(error)) from error
+
+
+def refuse(text: str) -> None:
+    """Raise `yaml.YAMLError`, which names the line, for anything but plain nested values; nothing is constructed."""
+    around: list[set[str] | None] = []  # of each mapping around, its keys so far; of a list, None
+    at_key: list[bool] = []  # of each mapping around, whether a key comes next
+    for event in yaml.parse(text, Loader=Loader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            around.pop()
+            at_key.pop()
+        if not isinstance(event, yaml.NodeEvent):
+            continue
+        problem = None
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"*{event.anchor} is an alias; write the value again"
+        elif (tag := getattr(event, "tag", None)) not in (None, "!"):
+            problem = f"{tag!r} is a tag; configurations hold plain values"
+        elif at_key and at_key[-1] and isinstance(event, yaml.ScalarEvent):
+            keys = around[-1] or set()
+            problem = f"{event.value} is given twice" if event.value in keys else None
+            around[-1] = keys | {event.value}
+        if at_key:
+            at_key[-1] = around[-1] is not None and not at_key[-1]
+        if isinstance(event, yaml.CollectionStartEvent):
+            mapping = isinstance(event, yaml.MappingStartEvent)
+            around.append(set() if mapping else None)
+            at_key.append(mapping)
+            problem = f"more than {MAX_DEPTH} nested lists" if len(around) > MAX_DEPTH else problem
+        if problem is not None:
+            mark: Any = event.start_mark
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def read_yaml(file: Path) -> Any:
@@ -91,82 +110,6 @@ def read_yaml(file: Path) -> Any:
 def dump_yaml(settings: Mapping[str, Any]) -> str:
     """Settings as YAML, in their order; `load_yaml` reads them back."""
     return yaml.dump(settings, Dumper=Dumper, sort_keys=False, allow_unicode=True)
-
-
-def check_inner(text: str) -> None:
-    """Apply the limits to a text inside a document too: the command's parser reads values as YAML again.
-
-    Raises:
-        yaml.YAMLError: it is YAML beyond the limits.
-    """
-    try:
-        list(scan(text, plain=False))
-    except Refused:
-        raise
-    except (yaml.YAMLError, UnicodeError):
-        return  # a text like any other
-
-
-def scan(text: str, *, plain: bool = True) -> Iterator[str]:
-    """Yield each scalar of a YAML document while it is within the limits; nothing is constructed.
-
-    Args:
-        text: the document.
-        plain: refuse tags, duplicate keys, and `class_path`.
-
-    Raises:
-        yaml.YAMLError: invalid or refused YAML; the message names the line.
-    """
-    sizes: dict[str, int] = {}  # values that each anchor stands for, once it is complete
-    around: list[Collection] = []
-    values = 0
-    for event in yaml.parse(text, Loader=Loader):
-        if isinstance(event, yaml.CollectionEndEvent):
-            done = around.pop()
-            if done.anchor is not None:
-                sizes[done.anchor] = values - done.before
-        elif isinstance(event, yaml.NodeEvent):
-            if plain:
-                check_plain(event, around[-1] if around else None)
-            before, own = values, 1 + len(getattr(event, "value", "")) // 100
-            if isinstance(event, yaml.AliasEvent):
-                if any(event.anchor == outer.anchor for outer in around):
-                    raise refused(event, f"the alias *{event.anchor} contains itself")
-                own = sizes.get(str(event.anchor), 1)
-            values += own
-            if values > MOST_VALUES:
-                raise refused(event, f"more than {MOST_VALUES} values, aliases expanded")
-            if isinstance(event, yaml.ScalarEvent):
-                if event.anchor is not None:
-                    sizes[event.anchor] = own
-                yield event.value
-            elif isinstance(event, yaml.CollectionStartEvent):
-                keys = set[str]() if isinstance(event, yaml.MappingStartEvent) else None
-                around.append(Collection(event.anchor, before, keys))
-                if len(around) > DEEPEST:
-                    raise refused(event, f"more than {DEEPEST} nested lists")
-
-
-def check_plain(event: yaml.NodeEvent, around: Collection | None) -> None:
-    """Refuse a tag, a duplicate key, or a key that names a class."""
-    tag = getattr(event, "tag", None)
-    if tag not in (None, "!"):
-        raise refused(event, f"{tag!r} is a tag; configurations hold plain values")
-    if around is None or around.keys is None:
-        return
-    if around.at_key and isinstance(event, yaml.ScalarEvent):
-        if event.value in around.keys:
-            raise refused(event, f"{event.value} is given twice")
-        if event.value == "class_path":  # jsonargparse would import the class
-            raise refused(event, "class_path is not a setting")
-        around.keys.add(event.value)
-    around.at_key = not around.at_key
-
-
-def refused(event: yaml.Event, problem: str) -> Refused:
-    """The error for an event, with its line."""
-    mark: Any = event.start_mark
-    return Refused(problem=problem, problem_mark=mark)
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -29,8 +29,8 @@ from transformers import (
 
 from helpers.models import loud
 from tokencredit.errors import ConfigError
+from tokencredit.settings.command_line import config_parser, to_config
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
-from tokencredit.settings.parsing import config_parser, to_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.model_loading import resolve
 from tokencredit.text.rewards.ready_made import count, length
@@ -694,10 +694,10 @@ def test_terms_from_yaml_and_from_flags(tmp_path):
     file = tmp_path / "run.yaml"
     terms = [{"function": "count", "kwargs": {"text": "."}, "weight": 0.1}, {"classifier": BUILTIN, "output": "logit"}]
     file.write_text(yaml.safe_dump({"reward": terms}))
-    config = to_config(parser.parse_args(["--config", str(file)]), PPOConfig)
+    config = to_config(parser.read(["--config", str(file)]), PPOConfig)
     assert config.reward == [RewardTerm.read(term) for term in terms]
     flag = "[{function: length, weight: 0.1, retries: 5, timeout: 1.5}, {function: distinct, kwargs: {n: 3}}]"
-    built = build_terms(to_config(parser.parse_args(["--reward", flag]), PPOConfig).reward, "cpu")
+    built = build_terms(to_config(parser.read(["--reward", flag]), PPOConfig).reward, "cpu")
     assert [(term.retries, term.timeout) for term in built] == [(5, 1.5), (2, None)]
     scores = rate(built)
     assert scores.terms == {"length": [6.0, 10.0], "distinct": [1.0, 1.0]}

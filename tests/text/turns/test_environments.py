@@ -4,8 +4,8 @@ import pytest
 
 from helpers.turns import environments, said
 from tokencredit.errors import ConfigError
-from tokencredit.settings.code_policy import foreign_code
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig
+from tokencredit.settings.source import foreign_code
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.turns.environments import load_environments
 

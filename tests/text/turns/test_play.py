@@ -9,7 +9,7 @@ import torch
 from tokencredit.core.masked import extents
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts

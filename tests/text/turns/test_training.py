@@ -11,8 +11,7 @@ from helpers.files import read_events, read_metrics
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
-from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.options import EvaluateOptions
 from tokencredit.settings.rollout import RolloutConfig

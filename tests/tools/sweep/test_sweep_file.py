@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.parsing import configure
 from tokencredit.settings.run_kind import TEXT
+from tokencredit.settings.source import configure
 from tokencredit.settings.yaml import nested
 from tokencredit.tools.sweep import sweep_file as sweep
 from tokencredit.tools.sweep.sweep_file import combinations, expand, first_seeds, merged, read_sweep, refuse_changed

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.turns.protocols.factories import Factory, Instance, inspect_factory, own_reward
 from tokencredit.text.turns.protocols.step_episode import StepEpisode

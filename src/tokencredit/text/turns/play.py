@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig, PromptsConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.data.tasks import TaskBatch

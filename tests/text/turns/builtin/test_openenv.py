@@ -6,7 +6,7 @@ import pytest
 
 from helpers.turns import said
 from tokencredit.errors import ConfigError
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.text.turns.environments import load_environments
 from tokencredit.text.turns.protocols.episode import Reply
 

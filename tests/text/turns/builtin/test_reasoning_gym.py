@@ -4,7 +4,7 @@ import pytest
 
 from helpers.turns import said
 from tokencredit.errors import ConfigError
-from tokencredit.settings.environment import EnvironmentConfig
+from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.text.turns.builtin.calculator import evaluate
 from tokencredit.text.turns.builtin.reasoning_gym import AGAIN
 from tokencredit.text.turns.environments import load_environments

@@ -1,0 +1,344 @@
+"""Command lines: argparse reads the options of a command, and settings by key as flags, files and `--resume`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+
+import yaml
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.describe import commented_yaml, first_sentences, help_of, rows_of, table
+from tokencredit.settings.fields import no_group, options_of, settings_of, unknown_key, wanted_of
+from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
+from tokencredit.settings.reader import build, grouped, merged, read_settings
+from tokencredit.settings.run_kind import RUN_KINDS, other_run_kind
+from tokencredit.settings.source import refuse_foreign_code, run_config_file
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import MAX_SEED
+from tokencredit.settings.yaml import load_yaml, read_yaml
+
+Config = TypeVar("Config")
+
+OFFLINE_DATA = ("data.dataset", "data.column", "data.template", "data.held_out", "data.batch_size", "data.micro_batch")
+OFFLINE_MODEL = ("seed", "model.name", "model.lora.rank", *OFFLINE_DATA)
+OFFLINE_RUN = ("data.epochs", "optim.lr", "optim.schedule", "eval.every", "run.dir", "run.iterations", "run.save_every")
+FIRST_KEYS: dict[type, tuple[str, ...]] = {
+    PPOConfig: (
+        *("seed", "model.name", "model.lora.rank", "critic.kind", "critic.lr", "prompts.text", "prompts.dataset"),
+        *("reward", "rollout.batch_size", "rollout.max_new_tokens", "rollout.temperature", "advantage.estimator"),
+        *("advantage.lam", "ppo.epochs", "ppo.micro_batch_tokens", "kl.coef", "optim.lr", "eval.every", "run.dir"),
+        "run.iterations",
+    ),
+    ControlConfig: (
+        *("seed", "algorithm", "env.id", "env.number", "env.normalize_observations", "agent.hidden", "critic.kind"),
+        *("critic.lr", "steps", "advantage.estimator", "advantage.gamma", "advantage.lam", "ppo.epochs"),
+        *("ppo.minibatches", "ppo.clip", "ppo.entropy_coef", "optim.lr", "eval.episodes", "run.dir", "run.iterations"),
+    ),
+    SFTConfig: (*OFFLINE_MODEL, "data.completion", "sft.loss_on", *OFFLINE_RUN),
+    RewardModelConfig: ("seed", "model.name", *OFFLINE_DATA, "data.chosen", "data.rejected", *OFFLINE_RUN),
+    DPOConfig: (*OFFLINE_MODEL, "data.chosen", "data.rejected", "dpo.loss", "dpo.beta", *OFFLINE_RUN),
+}
+"""The keys that people change first, by configuration."""
+
+
+class Options(argparse.Namespace):
+    """Options of a command.
+
+    Attributes:
+        given: files and settings in their order: pairs of an option or key, and its text.
+        settings: settings of the command's configuration, by groups.
+    """
+
+    given: list[tuple[str, str]]
+    settings: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class Given(argparse.Action):
+    """Keeps what is given in order, since a later flag or file overrides an earlier one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ARG002
+        """Append the option's name and text."""
+        namespace.given = [*getattr(namespace, "given", ()), (self.dest, values)]
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a command, whose options may include the keys of a configuration.
+
+    Attributes:
+        kind: class of that configuration.
+        command: name of the command.
+        needs: required positional arguments, in words.
+    """
+
+    def __init__(self, description: str = "", kind: Any = None, **options: Any):
+        settings: dict[str, Any] = {"exit_on_error": False, "allow_abbrev": False, "description": description}
+        super().__init__(**settings | options)
+        self.kind, self.command = kind, ""
+        self.needs: dict[str, str] = {}
+
+    def positional(self, name: str, words: str, **options: Any) -> None:
+        """Add a required positional argument, described by `words`."""
+        self.needs[name] = words
+        self.add_argument(name, **{"nargs": "?", "metavar": words.partition(",")[0]} | options)
+
+    def read(self, arguments: Sequence[str]) -> Options:
+        """Parse a command's arguments.
+
+        Raises:
+            ConfigError: an option or key is unknown, or its value is refused.
+        """
+        try:
+            options, unknown = self.parse_known_args(arguments, Options(given=[], settings={}))
+        except argparse.ArgumentError as error:
+            name = (error.argument_name or self.prog).rpartition("/")[2]
+            raise ConfigError(f"{name}{_separated(error.message)}") from error
+        if unknown:
+            raise ConfigError(self._unknown(unknown[0]))
+        for name, words in self.needs.items():
+            if getattr(options, name) in (None, []):
+                raise ConfigError(f"{self.command} needs {words}")
+        if self.kind is not None:
+            self._read_settings(options)
+            if options.print_config:
+                print(commented_yaml(build(self.kind, options.settings), self.command), end="")
+                raise SystemExit(0)
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `ConfigError` instead of ending the process."""
+        raise ConfigError(message)
+
+    def format_help(self) -> str:
+        """The help: a short one for the configuration of a run."""
+        return self.short_help() if self.kind in FIRST_KEYS else self.help_on("all")
+
+    def short_help(self) -> str:
+        """The options of a command that trains, the keys that are changed first, and where the others are."""
+        keys, rows = FIRST_KEYS[self.kind], rows_of(self.kind)
+        options = {
+            f"{action.option_strings[-1]} {action.metavar or ''}".strip(): action.help
+            for action in self._actions
+            if action.option_strings and not isinstance(action, Given | argparse._HelpAction)
+        }
+        options = {"--config FILE": CONFIG_HELP, **options}
+        options["--help GROUP"] = "Show the keys of a group, such as optim, in full; all for everything."
+        first = {flag: text for key in keys for flag, text in rows.items() if flag.split()[0] == f"--{key}"}
+        groups = dict.fromkeys(key.partition(".")[0] for key in settings_of(self.kind) if "." in key)
+        further = [group for group in groups if not any(key.startswith(f"{group}.") for key in keys)]
+        more = f"More keys of these groups{', and of ' if further else ''}{', '.join(further)}"
+        return "\n".join(
+            [
+                *(f"usage: tokencredit {self.command} [--config FILE] [--KEY VALUE ...]", "", str(self.description)),
+                *("", "options:", *table(first_sentences(options)), ""),
+                *("the keys that are changed first, with their defaults:", *table(first_sentences(first)), ""),
+                *(f"{more}: tokencredit {self.command} --help all", ""),
+            ]
+        )
+
+    def help_on(self, topic: str) -> str:
+        """The help on a group of keys, one key, or `all`; raises `ConfigError` for another topic."""
+        options = super().format_help()
+        if self.kind is None and topic != "all":
+            raise ConfigError(f"--help has no group {topic}; give all")
+        if self.kind is None:
+            return options
+        keys = "\n".join([*table(rows_of(self.kind, None if topic == "all" else topic)), ""])
+        return f"{options}\nkeys:\n{keys}" if topic == "all" else keys
+
+    def name_choices(self) -> None:
+        """Give argparse the meanings and choices of all keys, for shell completion."""
+        for action in self._actions:
+            if isinstance(action, Given) and (setting := settings_of(self.kind).get(action.dest)):
+                action.help = help_of(setting)
+                names = [name for option in options_of(setting.hint) for name in _choices(option)]
+                action.choices = names or None
+
+    def _read_settings(self, options: Options) -> None:
+        """Put the settings of files, `--resume` and flags into `options.settings`, later ones over earlier ones."""
+        given = options.given
+        if (run := getattr(options, "resume", None)) is not None:
+            given = [("config", str(self._resumed(run))), ("run.dir", run), *given]
+        for key, text in given:
+            if key == "config":
+                new = self._read_file(text)
+            else:
+                value = value_of(settings_of(self.kind)[key.removesuffix("+")].hint, key, text)
+                if key.endswith("+"):
+                    key = key.removesuffix("+")
+                    default = settings_of(self.kind)[key].default or []
+                    before = options.settings.get(key, [asdict(x) if is_dataclass(x) else x for x in default])
+                    value = [*before, *(value if isinstance(value, list) else [value])]
+                new = grouped(self.kind, [(key, value)])
+            options.settings = merged(self.kind, options.settings, new)
+
+    def _read_file(self, file: str) -> dict[str, Any]:
+        """Settings of a file; a configuration of another command is refused."""
+        if not Path(file).is_file():
+            state = "does not exist" if file and not Path(file).exists() else "is not a file"
+            raise ConfigError(f"--config: {file!r} {state}")
+        settings, own = read_yaml(Path(file)), _command_of(self.kind)
+        if own and isinstance(settings, Mapping) and (run_kind := other_run_kind(settings, own)):
+            raise ConfigError(f"{file}: it is a configuration of tokencredit {run_kind.command}")
+        return read_settings(self.kind, file)
+
+    def _resumed(self, run: str) -> Path:
+        """The config.yaml of the run to be resumed."""
+        if not run:
+            raise ConfigError("--resume is empty; give the folder of a run")
+        file = run_config_file(Path(run))
+        settings = read_yaml(file)
+        if isinstance(settings, Mapping) and (run_kind := other_run_kind(settings, str(_command_of(self.kind)))):
+            command = f"tokencredit {run_kind.command}"
+            raise ConfigError(f"{run!r} is a run of {command}; resume it with: {command} --resume {run}")
+        return file
+
+    def _unknown(self, argument: str) -> str:
+        """A message on an argument that no option takes."""
+        if not argument.startswith("--"):
+            return f"unexpected argument {argument!r}; see --help"
+        name = argument[2:].partition("=")[0]
+        own = [option[2:] for action in self._actions for option in action.option_strings if option.startswith("--")]
+        if self.kind is not None:
+            known = settings_of(self.kind)
+            parent = known.get(name.rpartition(".")[0])
+            if parent is not None and not is_dataclass(parent.hint):
+                wanted = wanted_of(parent.hint)
+                return f"unknown key {name}: {parent.item.name} has no keys of its own; it must be {wanted}"
+            return unknown_key(name, list(known))
+        near = get_close_matches(name, [option for option in own if option != "debug"], n=1)
+        return f"unknown option --{name}; " + (f"did you mean --{near[0]}?" if near else "see --help")
+
+
+CONFIG_HELP = "YAML file of the keys below; flags after it override it."
+
+
+def _choices(option: Any) -> tuple[str, ...]:
+    """The texts that a flag of this type may have, if they are few."""
+    return ("true", "false") if option is bool else get_args(option) if get_origin(option) is Literal else ()
+
+
+def _separated(message: str) -> str:
+    """A parser's message after the name of its option."""
+    return f" {message}" if message.startswith("is ") else f": {message}"
+
+
+def _command_of(kind: Any) -> str | None:
+    """The command that trains by a configuration of this class."""
+    return next((run_kind.command for run_kind in RUN_KINDS.values() if run_kind.config is kind), None)
+
+
+def value_of(hint: Any, key: str, text: str) -> Any:
+    """The value of a flag: for a text the characters as they are, else YAML.
+
+    Raises:
+        ConfigError: it is a group, and the text holds no keys.
+    """
+    options = options_of(hint)
+    texts = [option for option in options if option is str or get_origin(option) is Literal]
+    lists = [option for option in options if get_origin(option) is list]
+    if texts and not (lists and text.lstrip().startswith("[")):
+        choices = get_args(texts[0])
+        return None if choices and text == "null" and NoneType in options else text
+    try:
+        value = load_yaml(text)
+    except yaml.YAMLError:
+        value = text
+    if texts and not isinstance(value, list):
+        return text
+    if is_dataclass(hint) and not isinstance(value, Mapping):
+        raise ConfigError(no_group(key, value, next(iter(settings_of(hint)))))  # type: ignore[arg-type]  # a class
+    return text if value is None and text not in ("null", "~") else value
+
+
+def number(kind: type[int] | type[float], at_least: float | None = None, **limits: float) -> Callable[[str], Any]:
+    """The type of an option that takes a number: at least `at_least`, `above` or `at_most` something."""
+    words = "a whole number" if kind is int else "a number"
+    bounds = {"at least": at_least, "above": limits.get("above"), "at most": limits.get("at_most")}
+    parts = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
+    wanted = f"{words}{', ' if kind is int else ' '}{' and '.join(parts)}"
+
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(-1)
+        fits = (
+            (at_least is None or value >= at_least)
+            and value > limits.get("above", float("-inf"))
+            and value <= limits.get("at_most", float("inf"))
+        )
+        if not fits or text.strip().lower() in ("inf", "infinity"):
+            raise argparse.ArgumentTypeError(f"is {text}; it must be {wanted}")
+        return value
+
+    return convert
+
+
+POSITIVE_INT, NON_NEGATIVE_INT = number(int, 1), number(int, 0)
+POSITIVE_FLOAT = number(float, above=0)
+SEED = number(int, 0, at_most=MAX_SEED)
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """The type of an option that takes one of these texts."""
+
+    def convert(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"is {text}; it must be one of {', '.join(choices)}")
+        return text
+
+    return convert
+
+
+def new_command(description: str, runs_code: bool = True, kind: Any = None) -> Parser:
+    """The parser of a command, with the options that all have; commands that only read results run no user code."""
+    parser = Parser(description, kind)
+    parser.add_argument("--debug", action="store_true", help="Show tracebacks of errors.")
+    if runs_code:
+        parser.add_argument(
+            "--no-code", action="store_true", help="Refuse a configuration that would execute user code."
+        )
+    if kind is not None:
+        parser.add_argument("--config", action=Given, metavar="FILE", help=CONFIG_HELP)
+        parser.add_argument(
+            "--print_config",
+            action="store_true",
+            help="Print all keys with their values and meanings, as a YAML file for --config.",
+        )
+        keys = parser.add_argument_group("keys")
+        for key, setting in settings_of(kind).items():
+            flags = [f"--{key}"] + [f"--{key}+"] * (get_origin(setting.hint) is list)
+            for flag in flags:
+                keys.add_argument(flag, dest=flag[2:], action=Given, metavar="VALUE", help=argparse.SUPPRESS)
+    return parser
+
+
+def config_parser(kind: type[Any]) -> Parser:
+    """The parser of a command that trains."""
+    run_kind = next(run_kind for run_kind in RUN_KINDS.values() if run_kind.config is kind)
+    parser = new_command(f"Train {run_kind.trains}.", kind=kind)
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="Folder of an interrupted run to resume, with its configuration; flags override that.",
+    )
+    parser.command = run_kind.command
+    return parser
+
+
+def to_config(options: Options, kind: type[Config]) -> Config:
+    """The configuration of a command's options; raises `ConfigError` for one that is refused, as by `--no-code`."""
+    config = build(kind, options.settings)
+    if options.no_code:
+        refuse_foreign_code(config)  # type: ignore[arg-type]
+    return config
