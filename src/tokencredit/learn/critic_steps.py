@@ -126,12 +126,9 @@ class ReturnBuffer:
         device: torch.device,
         share: Callable[[int], slice] | None = None,
     ) -> None:
-        """Restore the results of `state`, on a device.
+        """Restore the results of `state`, of this process or of all that wrote the checkpoint, on a device.
 
-        Args:
-            states: of this process, or of all processes that wrote the checkpoint.
-            device: where to.
-            share: selects this process's rows of all; None keeps them.
+        `share` selects this process's rows of all; None keeps them.
         """
         self.experiences.clear()
         for parts in zip(*states, strict=True):

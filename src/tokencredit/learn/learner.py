@@ -148,16 +148,8 @@ class Learner:
         Ignores the learning-rate schedule and the value clip, which would slow down a critic that is still far off.
         Only the critic's own parameters change.
 
-        Args:
-            experience: this process's share of the rollout.
-            scale: factor on the full learning rates.
-            on_step: as in `update`.
-
-        Returns:
-            `critic_steps` and `critic_value_loss`, if a step was taken, and `bad_steps`.
-
-        Raises:
-            NonFiniteUpdate: a loss or gradient was not finite, and `on_step` re-raises it.
+        `scale` is a factor on the full learning rates; all else is as in `update`. Returns `critic_steps` and
+        `critic_value_loss`, if a step was taken, and `bad_steps`.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = scale * group["initial_lr"]

@@ -331,14 +331,7 @@ class Stages:
 def count_step(
     record: RunRecord, number: int, scored: Batch, minibatch: Experience, error: NonFiniteUpdate | None
 ) -> None:
-    """Count skipped optimizer steps in a row, and save their minibatches.
-
-    Args:
-        record: the run's recorder.
-        number: the iteration; 0 before the first.
-        scored: the batch of the update.
-        minibatch: the step's part of the batch.
-        error: the reason why the step was skipped; None if it was taken.
+    """Count skipped optimizer steps in a row, and save their minibatches; `error` is None if the step was taken.
 
     Raises:
         TooManyBadSteps: this is the `MAX_BAD_STEPS`-th skipped step in a row.

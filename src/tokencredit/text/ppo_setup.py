@@ -119,11 +119,7 @@ def check_evaluation_size(args: PPOConfig, processes: int) -> None:
 def environments_of(
     args: PPOConfig, factory: Any = None, functions: Sequence[Callable[..., Any]] | None = None
 ) -> Environments | None:
-    """The environments and tools of a run, from its settings or from Python; None if a completion is one turn.
-
-    Raises:
-        ConfigError: as `load_environments`.
-    """
+    """The environments and tools of a run, from its settings or from Python; None if a completion is one turn."""
     if not args.several_turns() and factory is None and not functions:
         return None
     return load_environments(args.env, args.tools, factory=factory, functions=functions)
@@ -137,20 +133,9 @@ def prepare_rows(
     train_dataset: Rows | None,
     eval_dataset: Rows | None,
 ) -> tuple[Prompts | Tasks, Prompts | Tasks]:
-    """Load the prompts, or with environments the rows of episodes, for training and for evaluation."""
-    if environments is None:
-        return prepare_prompts(args, lm, tokenizer, train_dataset, eval_dataset)
-    return prepare_tasks(args, lm, environments, train_dataset, eval_dataset)
-
-
-def prepare_prompts(
-    args: PPOConfig,
-    lm: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    train_dataset: Rows | None = None,
-    eval_dataset: Rows | None = None,
-) -> tuple[Prompts, Prompts]:
-    """Load the prompts for training and for evaluation, which may be the same."""
+    """Load the prompts for training and for evaluation, which may be the same; with environments rows of episodes."""
+    if environments is not None:
+        return prepare_tasks(args, lm, environments, train_dataset, eval_dataset)
     held_out = args.held_out_prompts() is not None or eval_dataset is not None
     longest = args.rollout.max_new_tokens
     if args.eval.every and not held_out:
@@ -180,8 +165,8 @@ def prepare_tasks(
     args: PPOConfig,
     lm: PreTrainedModel,
     environments: Environments,
-    train_dataset: Rows | None = None,
-    eval_dataset: Rows | None = None,
+    train_dataset: Rows | None,
+    eval_dataset: Rows | None,
 ) -> tuple[Tasks, Tasks]:
     """The rows of episodes for training and for evaluation, whose episodes differ from those of training.
 
@@ -215,11 +200,6 @@ def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) 
     for found in prompts:
         turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(found, Tasks)
         calls.check_columns(terms, [*own, *turns, *found.other_columns])
-
-
-def dropped(*prompts: Prompts | Tasks) -> list[str]:
-    """One line per set of prompts from which overlong ones were dropped."""
-    return [line for line in (unique.dropped() for unique in dict.fromkeys(prompts)) if line]
 
 
 def remarks(args: PPOConfig, *, sharded: bool) -> Iterator[str]:
@@ -280,15 +260,7 @@ def build_pipeline(
     environments: Environments | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Pipeline:
-    """Build a run's pipeline from its models, reward terms and environments.
-
-    Args:
-        args: the configuration.
-        models: the models.
-        terms: the reward terms.
-        processes: the job.
-        environments: the environments and tools; None if a completion is one turn.
-        report: called with a line for each event of the engine; None for `print`.
+    """Build a run's pipeline; `report` is called with a line for each event of the engine, None prints them.
 
     Raises:
         ConfigError: the tokenizer's chat template does not fit the environment or the tools; or the sampling engine is
@@ -338,15 +310,7 @@ OUTPUTS = {"probability": "P({})", "logit": "logit of {}", "log_odds": "log-odds
 def overview(
     args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks, configured: bool, folder: Path
 ) -> Iterator[tuple[str, str]]:
-    """Pairs of a label and a text.
-
-    Args:
-        args: the configuration.
-        pipeline: the run's pipeline.
-        prompts: the training prompts.
-        configured: the reward terms are those of the configuration; terms from Python are shown by their names.
-        folder: the run's folder.
-    """
+    """Pairs of a label and a text; reward terms that are not `configured` but from Python are shown by their names."""
     lm, precision, processes = pipeline.policy.lm, pipeline.precision, pipeline.processes
     size, trained = sum(p.numel() for p in lm.parameters()), sum(p.numel() for p in trainable(lm))
     name = args.model.name or "from Python"

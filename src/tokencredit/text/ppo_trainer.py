@@ -164,8 +164,9 @@ class PPOTrainer:
                 computed, a file could not be written, or memory ran out. The policy trained so far is saved.
             KeyboardInterrupt: raised again after the policy is saved; a second Ctrl-C skips saving.
         """
-        for line in setup.dropped(self.prompts, self.eval_prompts):
-            self.record.screen.say(line)
+        for prompts in dict.fromkeys([self.prompts, self.eval_prompts]):
+            if (line := prompts.dropped()) is not None:
+                self.record.screen.say(line)
         reserve = nbytes(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
         with rng.preserved():
             rng.set_torch_state(self.rng)

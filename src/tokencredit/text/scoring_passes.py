@@ -84,10 +84,7 @@ def evaluate_rollout(
 def rollout_logprobs(
     policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None, processes: Processes | None = None
 ) -> Tensor:
-    """Log-probs `[batch, time]` of a rollout under a policy, without a pass of the critic.
-
-    `processes` is as in `read_by_length`.
-    """
+    """Log-probs `[batch, time]` of a rollout under a policy, without a pass of the critic; as `evaluate_rollout`."""
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         return {"logprobs": policy.logprobs(inputs, temperature)[0]}
@@ -118,11 +115,8 @@ def values_after(
     Computed as the value before an extra token of any id, since the last token is never an input.
 
     Args:
-        policy: the policy and its critic.
-        rollout: the completions.
-        budget: tokens per micro-batch, padding included; None for no limit.
+        policy, rollout, budget, processes: as in `evaluate_rollout`.
         following: of each row, the tokens of an observation after it, which belong to the state; None for none.
-        processes: as in `read_by_length`.
     """
     after = torch.zeros(len(rollout.mask), device=rollout.mask.device)
     cut = rollout.truncated
@@ -172,11 +166,8 @@ def reference_outputs(
     Args:
         policy: the policy, for an exact KL in the reward.
         reference: a model of its own, `policy` itself with its adapter switched off, or None.
-        rollout: the sampled completions.
+        rollout, temperature, budget, processes: as in `evaluate_rollout`.
         args: place and estimator of the KL.
-        temperature: the sampling temperature.
-        budget: tokens per micro-batch, padding included; None for no limit.
-        processes: as in `read_by_length`.
     """
     if reference is None:
         return ReferenceOutputs()
