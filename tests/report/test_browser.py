@@ -92,23 +92,6 @@ def test_the_value_line_is_labelled(browser, run_folder):
     assert "the critic's value before each token" in browser.find_element(By.CSS_SELECTOR, ".note").text
 
 
-def test_no_metric_is_drawn_twice(browser, run_folder):
-    read(browser, run_folder)
-    names = browser.execute_script(
-        "return [...document.querySelectorAll('.js-plotly-plot')].flatMap((box) => box.data.map((trace) => trace.name))"
-    )
-    assert len(names) == len(set(names))
-    assert {"reward", "kl", "explained_variance", "lr"} <= set(names)
-    assert "reward/NEGATIVE" not in names
-
-
-def test_the_diagnosis_is_named_at_the_top(browser, run_folder):
-    read(browser, run_folder)
-    story = browser.find_element(By.CSS_SELECTOR, ".story").text
-    count = len(browser.find_elements(By.CSS_SELECTOR, ".findings li"))
-    assert ("no problem found" if not count else f"{count} problem") in story
-
-
 def test_quantity_order_and_iterations_can_be_chosen(browser, run_folder):
     opened(browser, run_folder)
     Select(browser.find_element(By.CSS_SELECTOR, "#pane0 select")).select_by_value("1")

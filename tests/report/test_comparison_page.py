@@ -113,17 +113,6 @@ def test_the_tables_say_what_differs_and_what_came_out(browser, page, runs):
     assert (first.text, last.text) == (two_digits(rewards[0]), two_digits(rewards[-1]))
 
 
-def test_the_verdict_stands_at_the_top(browser, page):
-    browser.read(page.resolve().as_uri())
-    sentences = [p.text for p in browser.find_elements(By.CSS_SELECTOR, "header p")]
-    assert sentences[0].startswith("optim.lr 0.0005 ends at the higher reward: ")
-    assert "with optim.lr 0.001, the next of 3 settings" in sentences[0]
-    assert "too few seeds" in sentences[1]
-    assert sentences[2] == "The runs end at different iterations, 2 to 3."
-    top = browser.find_element(By.CSS_SELECTOR, "header p").rect
-    assert top["y"] < browser.find_element(By.ID, "plot").rect["y"]
-
-
 def test_the_axis_can_be_chosen(browser, page, runs):
     opened(browser, page)
     for axis in ("tokens", "seconds"):
@@ -258,18 +247,6 @@ def test_a_metric_of_one_iteration_has_its_points(browser, audited_folder, run_f
         write_comparison([runs[0], run_folder], metric="audit/noise", out=place / "out")
 
 
-def test_runs_with_different_rewards_are_not_ranked_without_a_caution(repeat, tmp_path):
-    paid = repeat("paid", more=0.5)
-    config = yaml.safe_load((paid / "config.yaml").read_text())
-    config["reward"] = [{"function": "length", "kwargs": {}, "weight": 0.1}]
-    (paid / "config.yaml").write_text(yaml.safe_dump(config))
-    found = write_comparison([paid, repeat("plain-reward")], out=tmp_path / "out")
-    assert found.verdict[0].startswith("The runs have different rewards (reward[0].function, reward[0].classifier, ")
-    assert "ends at the higher reward" in found.verdict[1]
-    text = found.page.read_text()
-    assert text.index("The runs have different rewards") < text.index("ends at the higher reward")
-
-
 def test_links_lead_to_the_reports_of_the_runs(browser, repeat, place):
     one, other, without = repeat("javascript:a %41#?", more=1.0), repeat("plain", lr=2e-4), repeat("none", lr=3e-4)
     (without / "report.html").unlink()
@@ -282,16 +259,3 @@ def test_links_lead_to_the_reports_of_the_runs(browser, repeat, place):
     links[0].click()
     assert browser.find_element(By.ID, "outcome").text == "Outcome"
     assert browser.current_url == (one / "report.html").resolve().as_uri()
-
-
-def test_two_runs_of_one_seed_each_are_values_without_intervals(browser, repeat, place):
-    pair = [repeat("pair-1", more=0.5), repeat("pair-2", lr=5e-4)]
-    opened(browser, write_comparison(pair, out=place).page)
-    header = browser.find_element(By.TAG_NAME, "header").text
-    assert "a difference of 0.50." in header
-    assert "There is one run per setting: other seeds may reverse the order." in header
-    assert "interval" not in header
-    text = browser.find_element(By.TAG_NAME, "main").text
-    assert "Each line is one run, without an interval." in text
-    assert "95 %" not in text
-    assert "[" not in text

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.episodes import HOSTILE as HOSTILE_OBSERVATION
 from helpers.episodes import episode, grid
 from helpers.files import data_of
 from tokencredit.report.page import CHARACTERS, LARGEST, OBSERVATION, TOKENS, render, write_report
@@ -165,13 +164,6 @@ def test_a_classifier_is_named_with_its_label():
     assert "<dd>m: NEGATIVE, short</dd>" in render(made(reward=reward))
 
 
-def test_numbers_in_the_head_have_two_digits():
-    metrics = [{"iteration": 1, "reward": 0.12345, "kl": 302.4}, {"iteration": 2, "reward": 2.34567, "kl": 302.4}]
-    page = render(made(metrics=metrics))
-    assert "0.12 → 2.35 (in the last iteration)" in page
-    assert "302 nats per sequence" in page
-
-
 def test_a_run_without_samples_has_its_curves():
     page = render(agent([{"iteration": 1, "train/average_return": 20.0}]))
     assert "an agent in CartPole-v1" in page
@@ -251,17 +243,6 @@ def test_phrases_are_the_policys_own():
     page = render(made(rows))
     assert "<td>you are here</td>" in page
     assert "go far" not in page.split("Most repeated phrases")[1].split("</table>")[0]
-
-
-def test_a_hostile_observation_is_text():
-    rows = [episode(("assistant", ["a"]), ("environment", [HOSTILE_OBSERVATION, "x" * 1_000_000]), after="\x1b]0;\x07")]
-    page = render(made(rows))
-    assert "</script><script>document" not in page
-    assert len(page) < 8e6
-    shown = data_of(page)["credit"][0]["turns"]
-    assert "\\u202egnp.exe\\u2066\\x1b[31mred\\x1b[0m\\x07\\r\\x00\\ud800" in shown[1]["text"]
-    assert shown[2] == {"role": "after the end", "text": "\\x1b]0;\\x07", "length": 5}
-    page.encode("utf-8")
 
 
 @pytest.mark.slow

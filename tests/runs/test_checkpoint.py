@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from helpers.files import sign
@@ -166,13 +165,6 @@ def test_headers_without_a_tensor_or_with_nonsense_are_refused(tmp_path):
         save_file({"x": ROWS}, tmp_path / "0.safetensors", metadata={"DCP_SHARDING_INFO": info})
         with pytest.raises(DamagedTensors):
             read_tensors(tmp_path, {"x": (5, 3)}, {}, Processes())
-
-
-def test_a_tensor_of_another_dtype_keeps_it(folder):
-    """The learner decides what it takes; nothing is converted in silence while reading."""
-    with safe_open(folder / FILE, "pt") as stored:
-        assert stored.get_slice("/weights/lm.b").get_dtype() == "BF16"
-    assert read(folder)["weights"]["lm.b"].dtype == torch.bfloat16
 
 
 def test_a_write_that_fails_is_an_os_error(tmp_path):

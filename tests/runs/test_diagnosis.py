@@ -164,11 +164,6 @@ def test_a_constant_term_is_named_from_the_second_iteration_on(iterations, found
         assert "constant_term" not in names(varied, ended=False)
 
 
-def test_the_evidence_of_one_iteration_is_one_number():
-    rows = [row | {"truncated": 1.0} for row in healthy(1)]
-    assert diagnose(rows, CONFIG, ended=False)[0].evidence == "truncated 1 in iteration 1"
-
-
 def test_a_result_without_findings_says_how_little_was_checked():
     """Fewer than half of the illnesses can be named in nine iterations."""
     named = {name for name in DISEASES if name in names(sick(name)[:9])}
@@ -228,7 +223,7 @@ def test_filters_that_leave_out_a_part_of_the_policy_are_named(filters):
     (finding,) = diagnose(rows, config)
     assert finding.name == "truncated_support"
     assert f"rollout.{next(iter(filters))} left had 96.0% of the probability" in finding.evidence
-    assert {"off_policy.correct", "eval"} <= set(re.findall(r"[a-z_.]+", finding.advice))
+    assert "off_policy.correct" in finding.advice
     for corrected in ({"proximal": "recomputed", "correct": "mask"}, {"proximal": "behavior", "correct": "none"}):
         assert names(rows, config | {"off_policy": corrected}) == []
     assert names([row | {"behavior_ratio": 0.99} for row in rows], config) == []
@@ -279,11 +274,6 @@ def test_updates_that_all_ended_before_a_step_are_told():
 def test_filtered_and_older_samples_show_that_the_policy_has_not_moved():
     rows = [{key: x for key, x in row.items() if key != "kl"} | {"log_ratio": 0.0} for row in healthy(20)]
     assert "not_moved" in names(rows)
-
-
-def test_a_healthy_audit_is_no_finding():
-    assert names(audited(healthy(), 10, 20, 30, 40)) == []
-    assert names(audited(healthy(), 40)) == []
 
 
 ILL = {
@@ -483,12 +473,6 @@ def test_episodes_of_who_has_learned_a_game_may_be_short_and_alike():
 def test_truncated_episodes_are_judged_by_their_endings():
     assert names([row | EPISODES for row in sick("truncated")]) == []
     assert names([row | {"truncated": 1.0} for row in episodes(**{"ending/length": 1.0})]) == ["no_room"]
-
-
-def test_short_texts_are_a_sign_of_degeneration():
-    rows = [row | {"kl": 1.0, "length": 20.0 - 0.4 * i} for i, row in enumerate(healthy())]
-    assert names(rows) == ["degenerate"]
-    assert names([row | {"reward": 0.5} for row in rows]) == ["flat_reward"]
 
 
 def test_texts_of_a_fixed_length_are_never_cut_off():

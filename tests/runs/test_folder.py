@@ -40,12 +40,6 @@ def test_a_folder_in_use_is_refused(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
 
-def test_a_file_in_the_way_is_refused(tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(ConfigError, match=r"run\.dir"):
-        RunFolder(str(tmp_path / "run")).refuse_if_used()
-
-
 def test_an_empty_folder_is_used(tmp_path):
     folder = RunFolder(str(tmp_path))
     folder.refuse_if_used()
