@@ -70,13 +70,6 @@ def test_gaps_and_episodes_by_hand():
     assert advantages.tolist() == [[0.0, -1.0, 0.0, -4.0, -2.0, 0.0]]
 
 
-def test_td_of_a_reward_at_the_end_by_hand():
-    # Q is the next state's value, and at the last token the reward: A = (8.3, 5.1, 2) − (12.5, 8.3, 5.1)
-    rewards = torch.tensor([[0.0, 0.0, 2.0]])
-    advantages, _ = estimate("td", rewards, VALUES, options={"gamma": 1.0})
-    torch.testing.assert_close(advantages, torch.tensor([[-4.2, -3.2, -3.1]]))
-
-
 def test_n_step_by_hand():
     rewards, values = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[10.0, 20.0, 30.0, 40.0]])
     # n = 2: 1 + 0.5·2 + 0.25·30 = 9.5;  2 + 0.5·3 + 0.25·40 = 13.5;  3 + 0.5·4 = 5;  4
@@ -364,12 +357,9 @@ T, F = True, False
         ({"rewards": torch.zeros(2, 0), "values": torch.zeros(2, 0)}, "rewards has shape"),
         ({"values": torch.zeros(2, 4)}, "values has shape"),
         ({"mask": torch.ones(3, 2, dtype=torch.bool)}, "mask has shape"),
-        ({"mask": torch.ones(2, 3)}, "mask has dtype torch.float32; it must be torch.bool"),
         ({"mask": torch.ones(2, 3, dtype=torch.int64)}, "mask has dtype"),
         ({"mask": torch.tensor([[T, F, F], [F, F, F]])}, "mask has no acted step in row 1"),
-        ({"terminated": torch.ones(2, 4, dtype=torch.bool)}, "terminated has shape"),
         ({"terminated": torch.ones(2, 3)}, "terminated has dtype"),
-        ({"truncated": torch.ones(2, 2, dtype=torch.bool)}, "truncated has shape"),
         ({"truncated": torch.ones(2, 3, dtype=torch.bool)}, "bootstrap is None"),
         ({"truncated": torch.ones(2, 3, dtype=torch.bool), "bootstrap": torch.zeros(2)}, "bootstrap has shape"),
         (
@@ -379,9 +369,7 @@ T, F = True, False
         ({"rewards": torch.tensor([[0.0, 0.0, 0.0], [0.0, math.nan, 0.0]])}, r"rewards is nan at \(1, 1\)"),
         ({"values": torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]])}, r"values is -inf at \(0, 2\)"),
         ({"gamma": 1.01}, "gamma is 1.01"),
-        ({"gamma": -0.1}, "gamma is -0.1"),
         ({"gamma": math.nan}, "gamma is nan"),
-        ({"lam": 1.5}, "lam is 1.5"),
         ({"lam": -1e-9}, "lam is -1e-09"),
     ],
 )

@@ -83,17 +83,6 @@ def test_a_group_that_differs_by_noise_gets_hardly_any_credit():
     assert credit(1.0) == pytest.approx(0.5**0.5, rel=1e-3)
 
 
-@pytest.mark.slow
-@given(st.integers(2, 8), st.floats(-7, 3), st.integers(0, 2**32))
-def test_no_group_gets_more_credit_than_its_scores_differ_by(size, magnitude, seed):
-    scores = 10**magnitude * torch.randn(size, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    credit, _ = group_relative(scores, group_size=size)
-    apart = scores - scores.mean()
-    assert (credit.abs() <= apart.abs() / 1e-4).all()
-    assert (credit.abs() <= apart.abs() / scores.std()).all()
-    assert (credit * apart >= 0).all()
-
-
 @given(st.integers(1, 4), st.integers(2, 8), st.integers(0, 2**32))
 def test_groups_by_definition(groups, size, seed):
     scores = torch.randn(groups, size, generator=torch.Generator().manual_seed(seed))

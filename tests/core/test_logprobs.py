@@ -79,10 +79,22 @@ def test_equals_full_logits_with_gradients(seed, temperature, softcap, chunk, dt
     options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask}
     results = token_stats(hidden, weight, targets, bias=bias, ref=ref, entropy=True, **options)
     loss = sum((factor * x).sum() for factor, x in zip(factors, results, strict=True))
-    gradients = torch.autograd.grad(loss, leaves)
-    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    for result, reference in zip((*results, *gradients), (*expected, *expected_gradients), strict=True):
-        torch.testing.assert_close(result, reference, **close)
+    assert_close((*results, *torch.autograd.grad(loss, leaves)), (*expected, *expected_gradients))
+
+
+def assert_close(results, expected):
+    for x, reference in zip(results, expected, strict=True):
+        tolerance = 1e-9 if reference.dtype == torch.float64 else 1e-4
+        torch.testing.assert_close(x, reference, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_loss(leaves, targets, loss, expected, statistics, **options):
+    """`token_loss` and three times its gradient are those of `expected`, a loss of all logits and their statistics."""
+    hidden, weight, bias = leaves
+    gradients = torch.autograd.grad(3 * expected, leaves, retain_graph=True)
+    result, stats = token_loss(hidden, weight, targets, loss, bias=bias, entropy=True, **options)
+    assert_close((result, *stats, *torch.autograd.grad(3 * result, leaves)), (expected, *statistics, *gradients))
+    assert not any(x.requires_grad for x in stats)
 
 
 def some_loss(old, weights):
@@ -105,18 +117,8 @@ def test_a_loss_formed_at_once_is_that_of_full_logits_with_gradients(seed, tempe
     old = logprobs.detach() + 0.3 * torch.randn(mask.shape, generator=generator, dtype=dtype)
     loss = some_loss(old[mask], torch.rand(mask.shape, generator=generator, dtype=dtype)[mask])
     expected = loss(TokenStats(logprobs[mask], entropy[mask], kl[mask]), slice(None))
-    expected_gradients = torch.autograd.grad(3 * expected, leaves)
-
-    hidden, weight, bias = leaves
-    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask}
-    result, stats = token_loss(hidden, weight, targets, loss, bias=bias, ref=ref, entropy=True, **options)
-    gradients = torch.autograd.grad(3 * result, leaves)
-    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    for x, reference in zip(
-        (result, *stats, *gradients), (expected, logprobs, entropy, kl, *expected_gradients), strict=True
-    ):
-        torch.testing.assert_close(x, reference, **close)
-    assert not any(x.requires_grad for x in stats)
+    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask, "ref": ref}
+    assert_same_loss(leaves, targets, loss, expected, (logprobs, entropy, kl), **options)
 
 
 @given(**settings_of_the_head)
@@ -146,15 +148,8 @@ def test_a_loss_on_a_support_is_that_of_the_renormalised_softmax(seed, temperatu
     statistics = [x * mask for x in (logprobs, -(p * finite).sum(-1), (p * (finite - log_q)).sum(-1))]
     torch.testing.assert_close(logprobs, truncated_logprobs(logits(*leaves), targets, inside))
     expected = loss(TokenStats(*(x[mask] for x in statistics)), slice(None))
-    expected_gradients = torch.autograd.grad(3 * expected, leaves)
-
-    hidden, weight, bias = leaves
-    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask, "support": support}
-    result, stats = token_loss(hidden, weight, targets, loss, bias=bias, ref=ref, entropy=True, **options)
-    gradients = torch.autograd.grad(3 * result, leaves)
-    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    for x, reference in zip((result, *stats, *gradients), (expected, *statistics, *expected_gradients), strict=True):
-        torch.testing.assert_close(x, reference, **close)
+    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask, "ref": ref}
+    assert_same_loss(leaves, targets, loss, expected, statistics, support=support, **options)
 
 
 @pytest.mark.parametrize(
@@ -202,16 +197,8 @@ def test_a_loss_that_joins_tokens_is_that_of_full_logits_with_gradients(seed, te
         return rows.sum(-1).sigmoid().sum() + (0.1 * now.entropy - 0.3 * now.kl).tanh().sum()
 
     expected = loss(TokenStats(logprobs[mask], entropy[mask], kl[mask]), slice(None))
-    expected_gradients = torch.autograd.grad(3 * expected, leaves)
-    hidden, weight, bias = leaves
-    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask, "additive": False}
-    result, stats = token_loss(hidden, weight, targets, loss, bias=bias, ref=ref, entropy=True, **options)
-    gradients = torch.autograd.grad(3 * result, leaves)
-    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    for x, reference in zip(
-        (result, *stats, *gradients), (expected, logprobs, entropy, kl, *expected_gradients), strict=True
-    ):
-        torch.testing.assert_close(x, reference, **close)
+    options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask, "ref": ref}
+    assert_same_loss(leaves, targets, loss, expected, (logprobs, entropy, kl), additive=False, **options)
 
 
 def test_a_loss_without_gradients_is_the_same():

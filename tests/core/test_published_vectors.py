@@ -96,12 +96,6 @@ def test_the_importance_ratio_of_nemo_rl():
     assert found == pytest.approx(1.2015208706, abs=1e-7)
 
 
-def test_the_mean_loss_of_gspo_of_nemo_rl():
-    now, every = rows([-1.69315, -1.0, -0.59453]), torch.ones(1, 3, dtype=torch.bool)
-    losses = sequence_surrogate(now, rows([-1.0] * 3), rows([1.0, -1.0, 2.0]), every, clip=0.2)
-    assert float(losses.mean()) == pytest.approx(-0.6057, abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("now", "old", "advantages", "weights", "low", "high", "gradient"),
     [
@@ -116,15 +110,6 @@ def test_gradients_of_cispo_of_verl_and_slime(now, old, advantages, weights, low
     bounded = correction(now, rows(old), mask, low=low, high=high)
     (weighted_policy_gradient(now, rows(advantages), bounded, mask) * rows(weights)).sum().backward()
     torch.testing.assert_close(now.grad, rows(gradient))
-
-
-def test_the_loss_of_cispo_of_skyrl():
-    now, old = rows([-1.69315, -1.0, -0.69741]), rows([-1.0, -1.0, -3.0])
-    every = torch.ones(1, 3, dtype=torch.bool)
-    losses = weighted_policy_gradient(
-        now, rows([1.0, -1.0, -4.0]), correction(now, old, every, low=0.8, high=1.2), every
-    )
-    assert float(losses.sum()) == pytest.approx(-2.9930, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tokencredit.core import ESTIMATORS, Turns, estimate, estimate_by_turn, extents, gae
+from tokencredit.core import ESTIMATORS, Turns, estimate, estimate_by_turn, extents
 
 
 def flags(*rows):
@@ -76,45 +76,6 @@ def one_row(turns, width):
     return rewards + padding, values + padding, mask + padding, ends + padding
 
 
-def loop(turns, gamma, lam, truncated_value=None):
-    """GAE over turns, by a float64 loop from the last to the first."""
-    advantages, running, following = [], 0.0, 0.0 if truncated_value is None else truncated_value
-    for rewards, values, _ in reversed(turns):
-        running = sum(rewards) + gamma * following - values[0] + gamma * lam * running
-        following = values[0]
-        advantages.append(running)
-    return advantages[::-1]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_transcripts_against_a_loop(seed):
-    generator = torch.Generator().manual_seed(seed)
-    transcripts = [transcript(generator) for _ in range(8)]
-    rows = [one_row(turns, 70) for turns in transcripts]
-    rewards, values = (torch.tensor(x, dtype=torch.float64) for x in list(zip(*rows, strict=True))[:2])
-    mask, ends = (torch.tensor(x).bool() for x in list(zip(*rows, strict=True))[2:])
-    truncated = torch.arange(70) == extents(mask).unsqueeze(1) - 1
-    cut = torch.arange(8) % 2 == 1
-    turns = Turns.of(mask, ends)
-    advantages, returns = estimate_by_turn(
-        "gae",
-        rewards,
-        values,
-        turns=turns,
-        options={"gamma": 0.9, "lam": 0.7},
-        truncated=truncated & cut.unsqueeze(1),
-        bootstrap=torch.full_like(values, 0.3),
-    )
-    for row, expected in enumerate(transcripts):
-        numbers = loop(expected, 0.9, 0.7, 0.3 if cut[row] else None)
-        spread = [x for x, (tokens, _, _) in zip(numbers, expected, strict=True) for _ in tokens]
-        torch.testing.assert_close(advantages[row][mask[row]], torch.tensor(spread, dtype=torch.float64))
-        first = turns.first[row]
-        torch.testing.assert_close(returns[row][first], advantages[row][first] + values[row][first])
-    assert not advantages[~mask].any()
-    assert not returns[~mask].any()
-
-
 @pytest.mark.parametrize("name", [name for name, needs in ESTIMATORS.items() if "gamma" in needs.settings])
 def test_every_estimator_sees_turns_as_steps(name):
     """The same numbers whether a conversation came in one row of tokens, or each turn as one step of a row."""
@@ -125,19 +86,20 @@ def test_every_estimator_sees_turns_as_steps(name):
     mask, ends = (torch.tensor(x).bool() for x in list(zip(*rows, strict=True))[2:])
     options = {"gamma": 0.9, "lam": 0.7, "lam_returns": 0.9, "alpha": 0.5, "n": 2}
     turns = Turns.of(mask, ends)
-    by_turn = estimate_by_turn(name, rewards, values, turns=turns, options=options)
+    # Every other episode is cut off, at its last token.
+    cut = torch.arange(6).unsqueeze(1) % 2 == 1
+    truncated = (torch.arange(70) == extents(mask).unsqueeze(1) - 1) & cut
+    where = {"truncated": truncated, "bootstrap": torch.full_like(values, 0.3)}
+    by_turn = estimate_by_turn(name, rewards, values, turns=turns, options=options, **where)
     for row, expected in enumerate(transcripts):
         steps = torch.tensor([[sum(r), v[0]] for r, v, _ in expected], dtype=torch.float64).T
-        alone = estimate(name, steps[:1], steps[1:], options=options)
+        last = (torch.arange(len(expected)) == len(expected) - 1).unsqueeze(0) & cut[row]
+        bootstrap = torch.full_like(steps[:1], 0.3)
+        alone = estimate(name, steps[:1], steps[1:], options=options, truncated=last, bootstrap=bootstrap)
         for spread, step in zip(by_turn, alone, strict=True):
-            torch.testing.assert_close(spread[row][turns.first[row]], step[0])
-
-
-def test_one_token_per_turn_is_credit_by_token():
-    rewards, values = torch.randn(2, 7), torch.randn(2, 7)
-    by_turn = estimate_by_turn("gae", rewards, values, turns=Turns.of(MASK, MASK), options={"gamma": 0.9, "lam": 0.8})
-    for a, b in zip(by_turn, gae(rewards, values, gamma=0.9, lam=0.8, mask=MASK), strict=True):
-        torch.testing.assert_close(a, b)
+            lengths = [len(tokens) for tokens, _, _ in expected]
+            torch.testing.assert_close(spread[row][mask[row]], step[0].repeat_interleave(torch.tensor(lengths)))
+            assert not spread[row][~mask[row]].any()
 
 
 def test_wrong_shapes_are_named():
