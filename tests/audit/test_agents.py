@@ -120,7 +120,7 @@ def exact(agent):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [25, pytest.param(100, marks=pytest.mark.proof)])
-def test_in_a_grid_the_audit_is_within_its_standard_error_of_the_exact_values(seeds, covered):
+def test_grid_audits_agree_with_exact_values_within_standard_errors(seeds, covered):
     """Over many seeds; with 40 continuations ±1.96 standard errors cover about 93 %."""
     args = config()
     agent, envs = agent_of(args)
@@ -234,7 +234,7 @@ def replays_of(args):
     ],
     ids=lambda env: "-".join([env.id, *map(str, env.kwargs.values())]),
 )
-def test_an_episode_is_played_again_to_the_last_bit_and_goes_on_as_chance_has_it(env):
+def test_replays_are_exact_and_continuations_are_random(env):
     """A copy with the same generators takes the same course; one with new ones does not, where there is chance."""
     if "Cheetah" in env.id:
         pytest.importorskip("mujoco")
@@ -269,7 +269,7 @@ def test_generators_are_found_wherever_they_are():
 
 
 @pytest.mark.parametrize("source", ["unseeded", "global"])
-def test_an_environment_whose_chance_follows_from_no_seed_is_refused_before_training(source, tmp_path):
+def test_an_environment_that_no_seed_determines_is_refused_before_training(source, tmp_path):
     environment = EnvConfig("Drift-v0", kwargs={"source": source})
     args = small(tmp_path / "run", env=environment, audit=AgentAuditConfig(every=1))
     with pytest.raises(ConfigError, match=r"audit\.every is 1, and env\.id Drift-v0 cannot be audited: replayed"):
@@ -291,7 +291,7 @@ gym.register("Longer-v0", Longer, disable_env_checker=True)
 
 
 @pytest.mark.parametrize("env", [EnvConfig("Drift-v0", kwargs={"source": "once"}), EnvConfig("Longer-v0")])
-def test_what_shows_in_training_alone_leaves_an_audit_out(env, tmp_path):
+def test_an_environment_that_later_cannot_be_replayed_skips_the_audit(env, tmp_path):
     """Fresh copies are alike, later ones are not; a long training is not given up for an audit."""
     folder = tmp_path / "run"
     ControlTrainer(small(folder, env=env, audit=AgentAuditConfig(every=2, episodes=40))).train()
@@ -348,7 +348,7 @@ def test_continuations_go_on_past_a_time_limit_until_what_is_left_weighs_little(
             assert (steps, lengths) == ({6}, {at: 6 - at for at in range(6)})
 
 
-def test_what_is_left_after_a_cut_is_the_critics_value():
+def test_a_truncated_return_bootstraps_from_the_critic():
     args = config(EnvConfig("Drift-v0", kwargs={"by": "truncation", "steps": 3}), gamma=0.9)
     auditor, opened = replays_of(args)
     with opened as replays:
@@ -364,7 +364,7 @@ def test_what_is_left_after_a_cut_is_the_critics_value():
         assert auditor._return(replays, episode)[1] == 0.0, "without a critic a cut is an end, as in training"
 
 
-def test_estimators_are_cut_off_where_rollouts_of_the_run_end():
+def test_estimators_bootstrap_where_rollouts_of_the_run_end():
     """Episodes of 6 steps in rollouts of 4: the run's own λ-returns end at a cut, and bootstrap there."""
     args = config("Drift-v0", steps=4)
     auditor, opened = replays_of(args)
@@ -442,7 +442,7 @@ def test_the_command_audits_an_agent(tmp_path, capsys):
     assert (run / "metrics.jsonl").read_text() == before
 
 
-def test_time_that_is_up_leaves_fewer_pairs_and_none_of_one(tmp_path):
+def test_a_time_limit_leaves_fewer_but_whole_pairs(tmp_path):
     args = config()
     settings = AgentAuditConfig(episodes=4, continuations=400, states=None, seconds=1e-6)
     assert AgentAuditor(args, *agent_of(args)).audit(1, settings)["continuations"] == 4
@@ -457,7 +457,7 @@ class Bad(Drift):
 gym.register("Bad-v0", Bad, disable_env_checker=True)
 
 
-def test_what_an_audit_cannot_use_stops_it_in_words(monkeypatch):
+def test_nonfinite_rewards_and_endless_episodes_stop_an_audit(monkeypatch):
     args = config("Bad-v0")
     with pytest.raises(RunStopped, match=r"env\.id Bad-v0 gave a reward that is not finite, in step 3"):
         AgentAuditor(args, *agent_of(args)).audit(1, AgentAuditConfig())

@@ -70,7 +70,7 @@ def test_intervals_need_six_rows(rows):
         assert (figure["low"] is None, figure["high"] is None) == (rows < 6, rows < 6)
 
 
-def test_what_is_not_known_takes_no_part():
+def test_unknown_states_take_no_part():
     known = truth_of([[0.0, 2.0], [4.0, 6.0]], 0.5)
     judged = torch.tensor([[1.0, 1.0], [3.0, 5.0]])
     nan = torch.full((2, 1), torch.nan)

@@ -253,7 +253,7 @@ SAMPLING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLING)
-def test_what_is_begun_goes_on_as_if_it_had_been_drawn(name, tmp_path):
+def test_continuations_sample_as_the_completion_was_sampled(name, tmp_path):
     """The same tokens, ends and log-probs from the same random numbers, wherever sampling sets in."""
     trainer = trainer_of(tmp_path)
     settings, engine = RolloutConfig(max_new_tokens=8, **SAMPLING[name]), trainer.pipeline.engine
@@ -273,7 +273,7 @@ def test_what_is_begun_goes_on_as_if_it_had_been_drawn(name, tmp_path):
             torch.testing.assert_close(getattr(part, x)[new], getattr(whole, x)[new], atol=1e-5, rtol=1e-5)
 
 
-def test_states_are_cut_into_parts_of_like_position():
+def test_states_are_batched_by_position():
     at = torch.tensor([5, 0, 9, 1, 6, 0])
     parts = [at[part].tolist() for part in batch_by_position(at, 3, None)]
     assert parts == [[0, 0, 1], [5, 6, 9]]
@@ -321,7 +321,7 @@ def test_a_run_with_audits_is_bit_for_bit_the_run_without(reward, tmp_path):
     assert runs[0] == runs[1]
 
 
-def test_time_that_is_up_leaves_fewer_continuations_of_some_states(tmp_path):
+def test_a_time_limit_leaves_fewer_continuations(tmp_path):
     settings = AuditConfig(every=1, completions=4, continuations=400, states=None, seconds=1e-6)
     trainer = trainer_of(tmp_path, audit=settings)
     audit = trainer.auditor.audit(1)
@@ -461,7 +461,7 @@ def test_a_run_that_was_begun_in_python_is_refused_by_the_command(tmp_path):
         audit_run(tmp_path / "run", config, AuditConfig(every=1))
 
 
-def test_an_audit_of_a_future_that_is_gone_is_dropped(tmp_path):
+def test_rewinding_a_run_removes_a_later_or_unreadable_audit(tmp_path):
     for text, after, kept in (('{"iteration": 30}', 30, True), ('{"iteration": 30}', 29, False), ("{", 50, False)):
         (tmp_path / "audit.json").write_text(text)
         RunFolder(tmp_path).rewind(after, {})

@@ -41,7 +41,7 @@ def test_a_large_offset_loses_nothing(offset):
     assert float(far_error) == pytest.approx(float(error), rel=1e-6)
 
 
-def test_one_sample_tells_nothing_and_equal_ones_have_no_error():
+def test_one_sample_has_no_error_and_equal_samples_have_error_zero():
     samples = Samples(1, 2)
     samples.add(torch.tensor([0]), 0, torch.tensor([[1.0]]))
     samples.add(torch.tensor([0]), 1, torch.tensor([[0.1] * 7]))

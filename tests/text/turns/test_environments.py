@@ -107,7 +107,7 @@ def test_from_files(file):
     assert search("x"), "a file is run once for its class and its function"
 
 
-def test_of_the_plain_protocol(file):
+def test_an_environment_with_step_has_no_tools(file):
     runs = load(factory=f"{file}:Steps")
     assert (runs.name, runs.tools, runs.needs_tools, runs.conversational, runs.pays) == ("Steps", [], False, None, True)
 

@@ -129,7 +129,7 @@ def test_the_completions_of_a_group_share_row_and_seed(player):
     assert seen[0][0] != seen[3][0]
 
 
-def test_an_environment_that_waits_for_the_others_does_not_hold_them_up(player, monkeypatch):
+def test_a_slow_environment_does_not_hold_up_the_others(player, monkeypatch):
     """The first episode answers only once all others have ended; if they waited for it, it would time out."""
     others = threading.Semaphore(0)
 
@@ -183,7 +183,7 @@ def test_an_episode_whose_tokens_are_spent_is_cut_there(player):
     assert (played.rollout.response_lengths() <= 60).all()
 
 
-def test_an_observation_that_exactly_fills_the_rest_leaves_no_turn(player, models):
+def test_an_observation_that_fills_the_remaining_tokens_ends_the_episode(player, models):
     tokenizer = models[1].tokenizer
     size = len(tokenizer(Steps().reset({}) and "\nMoved.\nGoal: 1 up 0 left\nMove:")["input_ids"])
     stop = SamplingConfig(max_new_tokens=size + 8, stop_at_eos=False)

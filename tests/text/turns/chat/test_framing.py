@@ -145,7 +145,7 @@ def test_a_tools_name_and_id_never_become_a_token_of_the_template(name):
         assert sum(i in protected for i in frame.observation(answer("7", adversarial), adversarial)) == count
 
 
-def test_what_a_normalizer_makes_of_a_text_is_no_token_of_the_template_either():
+def test_a_normalizer_does_not_turn_texts_into_template_tokens():
     from tokenizers import AddedToken, normalizers
 
     tokenizer = copy.deepcopy(chat_tokenizer("ChatML"))

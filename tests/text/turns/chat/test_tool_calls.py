@@ -274,7 +274,7 @@ def test_no_turn_raises_or_gives_a_call_that_cannot_be_written(name):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_a_turn_of_ever_the_same_piece_is_read_at_once_or_malformed(form):
+def test_long_repetitive_turns_are_parsed_quickly(form):
     for piece in (" ", "\n", form.marker or '{"name": "a', "<", "{", "<think>", "<think></think>", "<parameter=a>"):
         message, malformed = parse_turn(piece * 20_000, "", form, [])
         assert message["role"] == "assistant"

@@ -79,7 +79,7 @@ def check(text):
 
 @pytest.mark.slow
 @given(st.sampled_from([0, 1]), RESULTS)
-def test_of_a_step(chat, result):
+def test_any_result_of_a_step_is_a_reply_within_bounds(chat, result):
     begun, _ = STEPS[chat]
     begun.environment.result = result
     reply = begun.reply(said(""))
@@ -97,7 +97,7 @@ def test_of_a_step(chat, result):
 
 @pytest.mark.slow
 @given(VALUES)
-def test_of_a_tool(result):
+def test_any_result_of_a_tool_is_a_text_within_bounds(result):
     if not isinstance(result, dict | list | str):
         result = [result]
     reply = CALLED.reply(called(("same", {"value": result})))
@@ -108,7 +108,7 @@ def test_of_a_tool(result):
 
 @pytest.mark.slow
 @given(CALLS, st.none() | TEXTS)
-def test_of_calls(calls, malformed):
+def test_calls_of_any_form_are_answered(calls, malformed):
     turn = called(malformed=malformed)
     turn.message["tool_calls"].extend(calls)
     reply = CALLED.reply(turn)
