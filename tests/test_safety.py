@@ -14,7 +14,7 @@ from tokencredit.settings.data import FunctionTerm, PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.source import foreign_code
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.yaml import DEEPEST, load_yaml
+from tokencredit.settings.yaml import MAX_DEPTH, load_yaml
 
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 10)}]\n"
@@ -81,12 +81,10 @@ def test_environments_keyword_arguments_make_no_objects(marker, tmp_path, capsys
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (LAUGHS, "more than 100000 values, aliases expanded"),
-        ("seed: " + json.dumps(LAUGHS), "more than 100000 values, aliases expanded"),
+        (LAUGHS, "is an alias; write the value again"),
         ("[" * 100_000, "more than 50 nested lists"),
         ("- " * 100_000, "more than 50 nested lists"),
-        ("seed: '" + "[" * 5000 + "'", "more than 50 nested lists"),
-        ("a: &a [*a]", "the alias *a contains itself"),
+        ("a: &a [*a]", "*a is an alias; write the value again"),
         ("seed: " + "1" * 5000, "integer string conversion"),
     ],
 )
@@ -102,12 +100,8 @@ def test_a_configuration_that_grows_without_end_is_refused(text, message, tmp_pa
 
 
 def test_what_a_person_writes_is_read():
-    assert load_yaml("a: &x {b: [1, 2]}\nc: *x\nd: {<<: *x, e: 1e-4}") == {
-        "a": {"b": [1, 2]},
-        "c": {"b": [1, 2]},
-        "d": {"b": [1, 2], "e": 1e-4},
-    }
-    assert load_yaml("[" * DEEPEST + "]" * DEEPEST) == json.loads("[" * DEEPEST + "]" * DEEPEST)
+    assert load_yaml("a: {b: [1, 2]}\nd: {e: 1e-4}") == {"a": {"b": [1, 2]}, "d": {"e": 1e-4}}
+    assert load_yaml("[" * MAX_DEPTH + "]" * MAX_DEPTH) == json.loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)
 
 
 def test_what_code_a_configuration_lets_run():

@@ -14,6 +14,7 @@ import yaml
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.data import RewardTerm
 from tokencredit.settings.describe import commented_yaml, first_sentences, help_of, rows_of, table
 from tokencredit.settings.fields import no_group, options_of, settings_of, unknown_key, wanted_of
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
@@ -176,7 +177,7 @@ class Parser(argparse.ArgumentParser):
                 if key.endswith("+"):
                     key = key.removesuffix("+")
                     default = settings_of(self.kind)[key].default or []
-                    before = options.settings.get(key, [asdict(x) if is_dataclass(x) else x for x in default])
+                    before = options.settings.get(key, [asdict(x) if isinstance(x, RewardTerm) else x for x in default])
                     value = [*before, *(value if isinstance(value, list) else [value])]
                 new = grouped(self.kind, [(key, value)])
             options.settings = merged(self.kind, options.settings, new)

@@ -174,7 +174,7 @@ class Engine(Protocol):
 
         Log-probs are those of a full forward pass, so that an update's ratio starts at 1 up to rounding. The engine's
         own, after filters, are `behavior_logprobs`; an engine that may draw with others
-        (`settings.off_policy.differs_from_training`) always sets them.
+        (`settings.rollout.differs_from_training`) always sets them.
 
         Args:
             prompts: one row per completion.
