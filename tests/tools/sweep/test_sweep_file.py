@@ -44,15 +44,15 @@ def test_the_first_seeds_of_every_variant_are_a_smaller_study():
 
 
 def test_a_grid_is_every_combination():
-    grid = {"advantage.lam": [0, 0.95], "optim.lr": ["1e-3"], "agent.hidden": [[64, 64], [8]]}
+    grid = {"advantage.lam": [0, 0.95], "optim.lr": [1e-3], "agent.hidden": [[64, 64], [8]]}
     found = combinations(grid)
     assert list(found) == [
-        "lam=0,lr=1e-3,hidden=64-64",
-        "lam=0,lr=1e-3,hidden=8",
-        "lam=0.95,lr=1e-3,hidden=64-64",
-        "lam=0.95,lr=1e-3,hidden=8",
+        "lam=0,lr=0.001,hidden=64-64",
+        "lam=0,lr=0.001,hidden=8",
+        "lam=0.95,lr=0.001,hidden=64-64",
+        "lam=0.95,lr=0.001,hidden=8",
     ]
-    assert found["lam=0,lr=1e-3,hidden=8"] == {"advantage.lam": 0, "optim.lr": "1e-3", "agent.hidden": [8]}
+    assert found["lam=0,lr=0.001,hidden=8"] == {"advantage.lam": 0, "optim.lr": 1e-3, "agent.hidden": [8]}
     assert list(combinations({"rollout.temperature": [1], "eval.temperature": [2]})) == [
         "rollout.temperature=1,eval.temperature=2"
     ]
@@ -109,7 +109,7 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
         ({"variants": {"a": 3}}, "variants.a is 3; it must be a mapping"),
         ({"variants": {"a": {}, "b": {"optim.lrr": 1}}}, r"^variant b: unknown key optim.lrr; did you mean optim.lr\?"),
         ({"variants": {"b": {"zzz": 1}}}, "variant b: unknown key zzz; see --print_config"),
-        ({"variants": {"b": {"config": "x.yaml"}}}, "variant b: config is an option of the command"),
+        ({"variants": {"b": {"config": "x.yaml"}}}, "variant b: unknown key config; see --print_config"),
         ({"variants": {"b": {"optim": 3}}}, "variant b: optim is 3; it must hold keys, such as optim.name"),
         ({"variants": {"b": {"optim.lr": "fast"}}}, "variant b: optim.lr is 'fast'; it must be a number"),
         ({"variants": {"b": {"optim.lr": -1}}}, "variant b: optim.lr is -1.0; it must be above 0"),
@@ -144,8 +144,8 @@ def test_mistakes_in_a_grid_are_named(grid, message):
 @pytest.mark.parametrize(
     ("term", "message"),
     [
-        ({"clasifier": "x"}, r"unknown key reward\[\].clasifier; did you mean reward\[\].classifier"),
-        (3, r"reward\[\] is 3; it must hold keys"),
+        ({"clasifier": "x"}, r"unknown key reward\[0\].clasifier; did you mean reward\[0\].classifier"),
+        (3, r"reward\[0\] is 3; it must hold keys"),
     ],
 )
 def test_mistakes_in_the_terms_of_a_reward_are_named(term, message):
@@ -173,7 +173,6 @@ def test_neither_grid_nor_variants_is_refused():
         ("kind: text\nbase:\n  kl: {coef: 1, coef: 2}\n", "coef is given twice .*line 3"),
         ("kind: !!python/object/apply:os.system ['touch made']\n", "is a tag; configurations hold plain values"),
         ("kind: !!python/name:os.system\n", "is a tag; configurations hold plain values"),
-        ("base:\n  env.kwargs: {x: {class_path: subprocess.Popen}}\n", "class_path is not a setting .*line 2"),
         ("base:\n  ? [kl, coef]\n  : 1\n", "found unhashable key .*line 2"),
         ("kind: [\n", r"sweep.yaml: .*line 2"),
         ("- 1\n", "holds no settings"),
