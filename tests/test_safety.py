@@ -127,7 +127,6 @@ REWARD = "reward: [{function: 'foreign_module:Foreign'}]\n"
     ("command", "text", "key"),
     [
         ("train", REWARD, "reward[0].function runs foreign_module:Foreign"),
-        ("train", REWARD, "reward[0].function runs foreign_module:Foreign"),
         ("train", "model: {trust_remote_code: true}\n", "model.trust_remote_code"),
         ("train", "env: {factory: 'foreign_module:Foreign'}\n", "env.factory runs foreign_module:Foreign"),
         ("train", "env: {gymnasium: 'foreign_module:Taxi-v4'}\n", "env.gymnasium imports the module foreign_module"),
