@@ -157,28 +157,7 @@ def test_completions_end_where_they_should_across_a_change_of_weights(model, sta
         assert not set(done.ids[:-1]) & set(ends)
 
 
-def test_a_closed_sampler_fails_the_requests_on_their_way(model, start):
-    sampler = start(model)
-    failures = []
-
-    def sample():
-        try:
-            sampler.complete(requests(), NO_END, lambda *_: None)
-        except EngineFailure as failure:
-            failures.append(str(failure))
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    while not sampler.flights:
-        time.sleep(0.001)
-    sampler.close()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert len(failures) == 1
-    assert "thread has ended" in failures[0]
-
-
-def failure_of(call, *args):
+def failure_of(call, *args, meanwhile=lambda: None):
     """The failure of a call, in a thread that may hang."""
     failures = []
 
@@ -190,14 +169,22 @@ def failure_of(call, *args):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    meanwhile()
     thread.join(20)
     assert not thread.is_alive(), "the call never returns"
     return failures[0]
 
 
-def test_a_closed_sampler_fails_later_requests(model, start):
+def test_a_closed_sampler_fails_requests_on_their_way_and_later_ones(model, start):
     sampler = start(model)
-    sampler.close()
+
+    def close():
+        while not sampler.flights:
+            time.sleep(0.001)
+        sampler.close()
+
+    running = failure_of(sampler.complete, requests(), NO_END, lambda *_: None, meanwhile=close)
+    assert "thread has ended" in running
     assert "it was closed" in failure_of(sampler.complete, requests(), NO_END, lambda *_: None)
 
 

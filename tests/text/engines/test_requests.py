@@ -3,10 +3,13 @@
 import random
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from helpers import engines
+from helpers.engines import ENDS, TEXTS, assert_equal_logprobs, changed
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.settings.model import ModelConfig
@@ -23,8 +26,7 @@ from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
 
-ENDS = list(range(60))
-TEXTS = ["This movie was really", "A film", "I did not think that the second act"]
+generate = partial(engines.generate, limit=10)
 
 
 @pytest.fixture
@@ -40,24 +42,14 @@ def engine_of(model, tokenizer, sampler=None, ends=ENDS):
     return RequestEngine(model, tokenizer, ends, Precision("float32", torch.device("cpu")), sampler, report=lambda _: 0)
 
 
-def generate(engine, rows=12, limit=10, per_prompt=1, started=None, **settings):
-    prompts = Prompts(TEXTS, engine.tokenizer).batch(0, rows)
-    uniforms = torch.rand(rows, limit, generator=torch.Generator().manual_seed(0))
-    settings = SamplingConfig(**{"temperature": 0.8, "max_new_tokens": limit} | settings)
-    return engine.generate(prompts, settings, uniforms, per_prompt, started)
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
 def test_its_log_probs_are_those_of_a_full_pass(name, model_folders, tokenizer):
     lm, _ = load_language_model(ModelConfig(name=str(model_folders[name])))
     model = ActorCritic(lm)
     attention = lm.config._attn_implementation
     rollout = generate(engine_of(model, tokenizer))
-    with torch.no_grad():
-        now = model.logprobs(rollout.inputs(), 0.8)[0]
-    mask = rollout.mask
-    torch.testing.assert_close(rollout.behavior_logprobs[mask], now[mask], atol=1e-5, rtol=0)
-    torch.testing.assert_close(rollout.logprobs[mask], now[mask], atol=1e-5, rtol=0)
+    assert_equal_logprobs(rollout, model, atol=1e-5)
+    assert_equal_logprobs(replace(rollout, behavior_logprobs=rollout.logprobs), model, atol=1e-5)
     assert lm.config._attn_implementation == attention
 
 
@@ -72,12 +64,9 @@ def test_completions_end_at_an_end_or_at_the_limit(model, tokenizer):
     assert not torch.isin(before, torch.tensor(ENDS)).any()
     assert rollout.values.shape == rollout.mask.shape
     assert rollout.turn_ends is None
-
-
-def test_without_an_end_of_sequence_all_are_full_length(model, tokenizer):
-    rollout = generate(engine_of(model, tokenizer), stop_at_eos=False)
-    assert rollout.mask.all()
-    assert rollout.truncated.all()
+    whole = generate(engine_of(model, tokenizer), stop_at_eos=False)
+    assert whole.mask.all()
+    assert whole.truncated.all()
 
 
 def test_a_text_can_end_a_completion(model, tokenizer):
@@ -95,11 +84,11 @@ def test_a_text_can_end_a_completion(model, tokenizer):
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8}])
 def test_with_filters_the_draw_has_the_log_prob_of_the_filtered_distribution(filters, model, tokenizer):
     rollout = generate(engine_of(model, tokenizer), **filters)
-    now = model(rollout.inputs(), temperature=0.8, entropy=True)
+    now = model(rollout.inputs(), temperature=0.7, entropy=True)
     ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)
     mask = torch.cat([rollout.prompt_mask, rollout.mask], 1)
     logits = model.lm(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-    logits = logits[:, rollout.prompt_ids.shape[1] - 1 : -1] / 0.8
+    logits = logits[:, rollout.prompt_ids.shape[1] - 1 : -1] / 0.7
     scores = logits.flatten(0, 1)
     for warper in logits_warpers(SamplingConfig(**filters)):
         scores = warper(ids, scores)
@@ -130,8 +119,7 @@ def test_started_completions_are_continued(model, tokenizer):
     for row, tokens in enumerate(started):
         assert rollout.response_ids[row, : len(tokens)].tolist() == tokens.tolist()
     assert rollout.mask.sum(1).max() <= 10
-    now = model(rollout.inputs(), temperature=0.8)
-    torch.testing.assert_close(rollout.logprobs[rollout.mask], now.logprobs[rollout.mask], atol=1e-5, rtol=0)
+    assert_equal_logprobs(replace(rollout, behavior_logprobs=rollout.logprobs), model, atol=1e-5)
 
 
 def test_a_stop_string_may_begin_in_the_started_tokens(model, tokenizer):
@@ -213,13 +201,6 @@ def test_a_probe_fits_into_a_sampler_that_takes_less_than_the_model(model, token
     assert engine.probe.rollout.prompt_ids.shape[1] == 56
 
 
-def changed(model, size):
-    """Change all weights a little, as an update does."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.lm.parameters():
-        parameter.data += size * torch.randn(parameter.shape, generator=generator)
-
-
 @pytest.mark.parametrize(
     ("broken", "size", "cause"),
     [
@@ -260,7 +241,7 @@ def test_syncs_without_a_change_are_no_failure(model, tokenizer):
 
 
 class Failing(ContinuousSampler):
-    """Fails after the first completion, as often as it is told."""
+    """Fails after the first completion, `failures` times."""
 
     shares_weights = False
 
@@ -284,8 +265,7 @@ def test_after_a_failure_the_rest_is_asked_for_again(model, tokenizer):
     rollout = generate(engine)
     assert engine.sampler.asked == [12, 4, 11], "the probe of another sync is between them"
     assert events == ["rollout.engine continuous failed, and is asked again: the connection was lost"]
-    now = model(rollout.inputs(), temperature=0.8)
-    torch.testing.assert_close(rollout.logprobs[rollout.mask], now.logprobs[rollout.mask], atol=1e-5, rtol=0)
+    assert_equal_logprobs(rollout, model, atol=1e-5)
 
 
 def test_a_second_failure_ends_the_run(model, tokenizer):
@@ -327,7 +307,7 @@ def test_an_engine_that_never_answers_ends_the_run(model, tokenizer):
 
 
 class Unsynced(Failing):
-    """Takes over no weights, as often as it is told."""
+    """Takes over no weights, `failures` times."""
 
     def sync(self, policy):
         if self.failures:

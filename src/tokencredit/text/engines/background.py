@@ -21,7 +21,7 @@ from tokencredit.text.engines.continuous import manager_of, pages_of, quiet, spa
 from tokencredit.text.engines.engine import Engine, Rollout
 from tokencredit.text.engines.probe import require_same_logprobs
 from tokencredit.text.engines.request_engine import RequestEngine
-from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Progress, Request
+from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Progress, Request, Sampler
 from tokencredit.text.models.actor_critic import ActorCritic
 
 POLL_SECONDS = 0.005
@@ -54,7 +54,7 @@ class _Flight:
         return Completion(ids, self.logprobs + last.logprobs, last.truncated, versions)
 
 
-class BackgroundSampler:
+class BackgroundSampler(Sampler):
     """A `Sampler` in a thread of its own, with a copy of the policy's weights.
 
     Several threads may call `complete` at once; all their requests share the running batch. `sync` changes the weights
@@ -62,9 +62,6 @@ class BackgroundSampler:
     """
 
     name = "continuous"
-    shares_weights = False
-    syncs_in_step = False
-    longest: int | None = None
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class BackgroundSampler:
         """Copy the weights, and start the thread.
 
         Args:
-            policy: the policy.
+            policy: whose model is copied.
             tokenizer: decodes completions for stop strings.
             end_ids: tokens that end a completion.
             settings: sampling settings of all requests.
@@ -151,9 +148,6 @@ class BackgroundSampler:
                     self.manager.cancel_request(name)
                     del self.flights[name]
                     self._continue(flight)
-
-    def sleep(self) -> None:
-        """Do nothing: sampling goes on meanwhile."""
 
     def close(self) -> None:
         """Stop the thread; requests on their way fail."""
@@ -314,14 +308,7 @@ class BackgroundEngine(RequestEngine):
 
 
 def start_background(engine: Engine, settings: RolloutConfig, rows: int, longest: int, seed: float) -> BackgroundEngine:
-    """An engine in the background beside an engine of the same policy.
-
-    Args:
-        engine: of the run.
-        settings: sampling settings of all requests, and `stale_cache`.
-        rows: most requests at a time that fit into the cache.
-        longest: tokens of a request with its completion that the cache is sized for; for a longer one it grows.
-        seed: seed of the draws, in [0, 1).
+    """An engine in the background beside that of the run; arguments as in `BackgroundSampler`, `seed` in [0, 1).
 
     Raises:
         RunStopped: the model is not supported, or memory is too small.

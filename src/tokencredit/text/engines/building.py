@@ -27,13 +27,7 @@ from tokencredit.text.models.run_models import Models
 def build_engine(
     args: PPOConfig, models: Models, processes: Processes, report: Callable[[str], None] = print
 ) -> Engine:
-    """The engine of `rollout.engine` for the models' policy, whose weights it has.
-
-    Args:
-        args: the configuration.
-        models: the models.
-        processes: the job.
-        report: called with a line for each event of the engine.
+    """The engine of `rollout.engine` for the models' policy, whose weights it has; `report` is called with its events.
 
     Raises:
         ConfigError: the engine is not installed, does not run in several processes, cannot take over a sharded policy

@@ -15,7 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedT
 from transformers.utils import logging as transformers_logging
 
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request
+from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
 from tokencredit.text.models.actor_critic import ActorCritic
 
 PAGE = 32
@@ -27,7 +27,7 @@ POLL_SECONDS = 1.0
 
 
 @dataclass
-class ContinuousSampler:
+class ContinuousSampler(Sampler):
     """A `Sampler` on the policy itself, which shares its weights: samples in their dtype, float32.
 
     A sharded policy must be held whole (`sharding.gathered`) during a call.
@@ -39,8 +39,6 @@ class ContinuousSampler:
 
     name = "continuous"
     shares_weights = True
-    syncs_in_step = False
-    longest: int | None = None
 
     def complete(
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
@@ -74,12 +72,6 @@ class ContinuousSampler:
                     if not output.is_finished():
                         manager.cancel_request(output.request_id)
                     ended(int(output.request_id), done)
-
-    def sync(self, policy: ActorCritic) -> None:
-        """Do nothing: the weights are shared, and each call has a cache of its own."""
-
-    def sleep(self) -> None:
-        """Do nothing: the cache ends with a call."""
 
     @contextmanager
     def _manager(self, requests: Sequence[Request], settings: SamplingConfig) -> Iterator[Any]:

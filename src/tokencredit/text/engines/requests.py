@@ -87,15 +87,15 @@ class Progress:
 
 
 class Sampler(Protocol):
-    """Samples completions with weights of its own, or with those of the policy."""
+    """Samples completions with weights of its own, or with those of the policy; samplers inherit what they lack."""
 
     name: str
     """Its name in `rollout.engine`."""
-    shares_weights: bool
+    shares_weights: bool = False
     """True if its weights are the policy's own, so that there is nothing to sync."""
-    syncs_in_step: bool
+    syncs_in_step: bool = False
     """True if all processes of the job sync it together."""
-    longest: int | None
+    longest: int | None = None
     """Most tokens of a prompt with its completion, known after a sync; None where the model alone limits them."""
 
     def complete(
@@ -112,12 +112,13 @@ class Sampler(Protocol):
             EngineFailure: it cannot.
         """
 
-    def sync(self, policy: ActorCritic) -> None:
+    def sync(self, policy: ActorCritic) -> None:  # noqa: ARG002
         """Take over the policy's weights (`plain_weights`), and drop all keys and values of earlier ones.
 
         Raises:
             EngineFailure: it cannot.
         """
+        return
 
     def sleep(self) -> None:
         """Free memory of the device until the next call, if it can: passes of the policy follow.
@@ -125,3 +126,4 @@ class Sampler(Protocol):
         Raises:
             EngineFailure: it failed.
         """
+        return

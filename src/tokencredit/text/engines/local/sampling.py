@@ -63,7 +63,7 @@ class Decoding:
         *,
         keeps_support: bool = False,
     ):
-        """Start before the first sampled token of a first turn without a limit of its own.
+        """Start before the first sampled token.
 
         Args:
             uniforms: `[batch, limit]`, one random number per row and token.
@@ -97,13 +97,7 @@ class Decoding:
         self.warpers = logits_warpers(settings)
 
     def begin_turn(self, rows: Sequence[int], observations: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        """Append observations, and make these rows the running batch.
-
-        Args:
-            rows: indices of completions, none of which is running.
-            observations: token ids that follow each of them, which the policy did not choose.
-            limits: most tokens of the turn, at least 1; observation and turn fit within the length limit.
-        """
+        """Append observations, and make these rows the running batch; arguments as in `Conversation.sample`."""
         for row, ids, most in zip(rows, observations, limits, strict=True):
             start, end = int(self.lengths[row]), int(self.lengths[row]) + len(ids)
             self.response_ids[row, start:end] = torch.tensor(ids, dtype=torch.long, device=self.ends.device)
@@ -281,7 +275,7 @@ def decode(
         state: the running batch.
         states: computes hidden states.
         hidden: `[slots, width]`, states before the first tokens.
-        inputs: the tokens that led to them, an argument of Transformers' filters.
+        inputs: the tokens that led to them.
         left: most tokens to sample per slot.
         every: as in `sample`.
         finished: called with the slots that are unfinished, after each check and before finished slots are dropped.

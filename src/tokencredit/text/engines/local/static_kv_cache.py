@@ -106,9 +106,8 @@ def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool
                 error = (static - expected).abs()
                 half = checked.bfloat16 and error.mean() < HALF_TOLERANCE
                 if not (half or close(static, expected, rounding(expected))):
-                    return (
-                        f"{kind} then gives other log-probabilities in {checked.dtype}, by up to {error.max():.2g} nats"
-                    )
+                    other = f"{kind} then gives other log-probabilities in {checked.dtype}"
+                    return f"{other}, by up to {error.max():.2g} nats"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # model code may raise anything, above all with trust_remote_code
@@ -141,14 +140,9 @@ class StaticSteps:
         prompt_mask: Tensor,
         limit: int,
     ):
-        """Prepare for a batch of prompts.
+        """Prepare for a batch of prompts with this mask, which `policy` prefills.
 
-        Args:
-            policy: prefills the prompts.
-            model: decodes one token at a time, with `decoding_attention`.
-            run: the model's forward pass: `one_token`, or a compiled version of it.
-            prompt_mask: `[batch, prompt]`.
-            limit: largest number of new tokens.
+        `model` decodes with `decoding_attention`, by `run`: `one_token`, or a compiled version of it.
         """
         self.policy, self.trunk, self.run = policy, trunk_of(model.lm), run
         self.prompt_mask, self.end = prompt_mask, prompt_mask.shape[1]
@@ -249,14 +243,9 @@ class StaticLayer(DynamicLayer):
     """A cache layer whose keys and values are views of the visible columns of fixed-size buffers."""
 
     def __init__(self, prefill: Any, columns: int, repeats: int, at: Tensor, dtype: torch.dtype | None):
-        """Copy a prefilled layer, each row `repeats` times.
+        """Copy a prefilled layer, each row `repeats` times, into a capacity of `columns` tokens.
 
-        Args:
-            prefill: Transformers' cache layer after the prompts.
-            columns: capacity in tokens.
-            repeats: consecutive slots with the same prompt.
-            at: `[1]`, the column that `update` writes.
-            dtype: compute dtype of attention; None for that of the keys.
+        `at` `[1]` is the column that `update` writes; `dtype` is attention's, None for that of the keys.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.at, self.is_initialized = at, True

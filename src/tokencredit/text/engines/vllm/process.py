@@ -118,24 +118,16 @@ def leave_groups() -> None:
         destroy_distributed_environment()
 
 
-def take_over_shutdown(llm: Any) -> None:
-    """Keep vLLM from shutting down at a time of its own, when it would destroy the job's process group."""
-    llm.llm_engine.engine_core._finalizer.detach()
-
-
 def shut_down(llm: Any, *, keep_group: bool, alone: bool) -> None:
     """Free an engine's memory, and the process groups that vLLM made.
 
     Args:
-        llm: vLLM's engine, after `take_over_shutdown`.
+        llm: vLLM's engine, whose own finalizer is detached.
         keep_group: keep the default process group, which is that of the job.
         alone: no other engine of this process needs vLLM's groups.
     """
-    destroy, core, environment = (
-        distributed.destroy_process_group,
-        llm.llm_engine.engine_core.engine_core,
-        dict(os.environ),
-    )
+    destroy, core = distributed.destroy_process_group, llm.llm_engine.engine_core.engine_core
+    environment = dict(os.environ)
 
     def destroy_own(group: Any = None) -> None:
         if distributed.is_initialized() and not (keep_group and group is None):

@@ -18,16 +18,16 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.distributed.sharding import kind_of
 from tokencredit.errors import ConfigError
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request
+from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
 from tokencredit.text.engines.vllm.process import (
     classes_of,
     contained,
     leave_groups,
     own_randomness,
     shut_down,
-    take_over_shutdown,
 )
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.model_checks import error_line
 from tokencredit.text.models.plain_weights import plain_weights
 from tokencredit.text.models.precision import Precision
 
@@ -38,16 +38,13 @@ MEMORY = 0.4
 Result = TypeVar("Result")
 
 
-class VllmSampler:
+class VllmSampler(Sampler):
     """A `Sampler` with weights of its own, in the trainer's dtype and on its device.
 
     It starts with random weights, so that the proof of the first sync shows that every weight was transferred.
     """
 
     name = "vllm"
-    shares_weights = False
-    syncs_in_step = False
-    longest: int | None = None
     _alive: ClassVar[weakref.WeakSet[VllmSampler]] = weakref.WeakSet()
 
     def __init__(
@@ -58,14 +55,7 @@ class VllmSampler:
         precision: Precision,
         memory: float | None = None,
     ):
-        """Start vLLM for a policy, which takes half a minute.
-
-        Args:
-            policy: gives the model's configuration.
-            tokenizer: decodes completions for stop strings.
-            end_ids: token ids that end a completion.
-            precision: dtype and device.
-            memory: share of a GPU's memory for weights, activations and KV cache; None for `MEMORY`.
+        """Start vLLM for a policy, which takes half a minute; `memory` is `rollout.engine_memory`.
 
         Raises:
             ConfigError: vLLM is not installed, or does not run this model.
@@ -79,7 +69,7 @@ class VllmSampler:
         with contained(), classes_of(policy.lm):
             self.llm = _start(policy, precision, memory or MEMORY, self.in_job)
         self._asleep: list[str] = []
-        take_over_shutdown(self.llm)
+        self.llm.llm_engine.engine_core._finalizer.detach()  # it would destroy the job's process group
         VllmSampler._alive.add(self)
         self._close = weakref.finalize(self, _shut_down, self.llm, self.in_job)
         self._close.atexit = False
@@ -99,7 +89,10 @@ class VllmSampler:
                 with own_randomness(self.device):
                     outputs = _ask(self.llm.llm_engine.step)
                 for output in outputs:
-                    done = left[output.request_id].take(*_new_tokens(output.outputs[0]))
+                    new = output.outputs[0]
+                    places = zip(new.token_ids, new.logprobs, strict=True)
+                    logprobs = [place[token].logprob for token, place in places]
+                    done = left[output.request_id].take(new.token_ids, logprobs, new.finish_reason)
                     if done is not None:
                         del left[output.request_id]
                         if not output.finished:
@@ -154,12 +147,6 @@ class VllmSampler:
         if tags := [part for part in self._asleep if part in parts]:
             _ask(self.llm.wake_up, tags=tags)
             self._asleep = [part for part in self._asleep if part not in tags]
-
-
-def _new_tokens(output: Any) -> tuple[Sequence[int], list[float], str | None]:
-    """Arguments of `Progress.take`, from vLLM's output."""
-    places = zip(output.token_ids, output.logprobs, strict=True)
-    return output.token_ids, [place[token].logprob for token, place in places], output.finish_reason
 
 
 def sampling_arguments(request: Request, settings: SamplingConfig, end_ids: Sequence[int]) -> dict[str, Any]:
@@ -227,25 +214,17 @@ def _start(policy: ActorCritic, precision: Precision, memory: float, in_job: boo
         except Exception as error:
             if not (in_job or VllmSampler._alive):
                 leave_groups()
-            raise ConfigError(f"rollout.engine is vllm, which cannot run this model: {_in_a_line(error)}") from error
+            raise ConfigError(f"rollout.engine is vllm, which cannot run this model: {error_line(error)}") from error
 
 
 def _ask(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """The result of a call of vLLM.
-
-    Raises:
-        EngineFailure: it raised.
-    """
+    """The result of a call of vLLM, whose errors become `EngineFailure`."""
     try:
         return function(*args, **kwargs)
     except EngineFailure:
         raise
     except Exception as error:
-        raise EngineFailure(_in_a_line(error)) from error
-
-
-def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise EngineFailure(error_line(error)) from error
 
 
 def _shut_down(llm: Any, in_job: bool) -> None:

@@ -24,7 +24,7 @@ from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
-from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request
+from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
 from tokencredit.text.engines.vllm.connection import (
     CERTAIN,
     COMMAND,
@@ -47,7 +47,7 @@ RUN = "tokencredit-"
 """Begins the versions of weights that a run of this library gives to a server."""
 
 
-class VllmServer:
+class VllmServer(Sampler):
     """A `Sampler` on a vLLM server, in the server's dtype, with weights that are synced after each update.
 
     The server labels every completion with a version of its weights, and each sync sets another one. Tokens of a
@@ -57,9 +57,6 @@ class VllmServer:
     """
 
     name = "vllm"
-    shares_weights = False
-    longest: int | None = None
-    """Most tokens of a prompt with its completion."""
 
     def __init__(
         self,
@@ -76,9 +73,9 @@ class VllmServer:
             policy: gives the size of the vocabulary.
             tokenizer: decodes completions for stop strings.
             end_ids: token ids that end a completion.
-            rollout: `server` and the settings whose names begin with it.
+            rollout: `server`, `server_folder` and `server_timeout`.
             report: called with a line when the server is waited for.
-            processes: those that share the server, and sync in step; by default those of the job.
+            processes: those that share the server, and sync in step.
 
         Raises:
             ConfigError: nothing can be written to the folder, or the API key is none.
@@ -155,9 +152,6 @@ class VllmServer:
                 deque(weights, maxlen=0)  # iterating over sharded ones takes all processes
         self.longest = self.processes.most(self.longest or 0)
         self.version = version
-
-    def sleep(self) -> None:
-        """Do nothing: the server has memory of its own."""
 
     @contextmanager
     def _new_folder(self) -> Iterator[Path]:
