@@ -44,11 +44,7 @@ class Row:
     """The other columns."""
 
     def completion(self, column: str) -> Prompt:
-        """The completion in a column: a text, or the assistant's messages.
-
-        Raises:
-            ConfigError: there is no such column, or it holds neither.
-        """
+        """The completion in a column: a text, or the assistant's messages; `ConfigError` for anything else."""
         if column not in self.columns:
             raise ConfigError(
                 f"{self.name} has no column {column!r}; beside the prompt it has {', '.join(self.columns) or 'none'}"
@@ -64,11 +60,7 @@ class Row:
         raise ConfigError(f"{self.name}, column {column!r}, is {value!r:.60}; it must be {expected}")
 
     def truncated(self, column: str) -> bool:
-        """The value of `…_truncated`: the completion was cut off, so that it has no end.
-
-        Raises:
-            ConfigError: it is neither true nor false, nor null.
-        """
+        """The value of `…_truncated`: the completion was cut off, so that it has no end."""
         value = self.columns.get(f"{column}_truncated")
         known = {"true": True, "false": False, "": False, "none": False}  # of CSV, whose values are texts
         truth = known.get(str(value).lower())
@@ -85,18 +77,15 @@ def read_rows(
     rows: Rows | None = None,
     group: str = "data",
 ) -> Iterator[Row]:
-    """Read the rows of a data set.
+    """Read the rows of a data set, or of `rows` from Python.
 
     Args:
         config: settings of the columns.
         tokenizer: the trained model's.
         completion: column of completions. Without it, the last message of each conversation is its completion.
         source: the data set, its split and its configuration on the hub.
-        rows: rows from Python, in place of the data set.
+        rows: rows in place of the data set.
         group: configuration group of the source in messages.
-
-    Raises:
-        ConfigError: no data set is given, or it cannot be read.
     """
     dataset, split, config_name = source
     if rows is not None:
@@ -137,14 +126,7 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase,
         loss_on: str = "completion",
     ):
-        """Find the longest sequence.
-
-        Args:
-            config: settings of the rows.
-            lm: the trained model.
-            tokenizer: its tokenizer.
-            loss_on: tokens with a loss in supervised fine-tuning: `completion` or `all`.
-        """
+        """Find the longest sequence; `loss_on` names the tokens with a loss in SFT: `completion` or `all`."""
         self.config, self.tokenizer, self.loss_on = config, tokenizer, loss_on
         ends = end_ids(lm, tokenizer)
         self.ends = sorted(ends, key=lambda end: end != tokenizer.eos_token_id)  # the tokenizer's own is appended
@@ -181,11 +163,7 @@ class Encoder:
         return ids if truncated else ended(self.tokenizer, ids, self.ends)
 
     def fitted(self, row: Row, *completions: list[int]) -> list[list[int]] | None:
-        """Token ids of the prompt and its completions, within the limit; None if the row is dropped.
-
-        Raises:
-            ConfigError: they are too long, or a completion is empty.
-        """
+        """Token ids of the prompt and its completions, within the limit; None if the row is dropped."""
         if not all(completions):
             raise ConfigError(f"{row.name} has an empty completion")
         longest = max(map(len, completions))
@@ -221,24 +199,16 @@ def scored_pair(model: RewardModel, row: Row, chosen: str, rejected: str) -> Exa
 
 
 def examples_of(rows: Iterator[Row], encode: Callable[[Row], Example | None]) -> tuple[list[Example], int]:
-    """The examples of all rows, and the number of rows that were dropped as too long.
-
-    Raises:
-        ConfigError: none is left.
-    """
-    found = [encode(row) for row in rows]
-    examples = [example for example in found if example is not None]
+    """The examples of all rows, and the number of rows that were dropped as too long."""
+    encoded = [encode(row) for row in rows]
+    examples = [example for example in encoded if example is not None]
     if not examples:
-        raise ConfigError(f"all {len(found)} rows are longer than data.max_length or the model's context")
-    return examples, len(found) - len(examples)
+        raise ConfigError(f"all {len(encoded)} rows are longer than data.max_length or the model's context")
+    return examples, len(encoded) - len(examples)
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and a share of them, at least one, that is held out; a seed draws it.
-
-    Raises:
-        ConfigError: none is left to train on.
-    """
+    """Examples to train on, and a share of them, at least one, that is held out; a seed draws it."""
     if not share:
         return list(examples), []
     count = max(round(share * len(examples)), 1)

@@ -60,17 +60,7 @@ class Loss:
     def __init__(
         self, config: OfflineSettings, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, precision: Precision
     ):
-        """Build the trainer of a configuration.
-
-        Args:
-            config: the run's.
-            lm: the model to train.
-            tokenizer: its tokenizer.
-            precision: dtype of the passes.
-
-        Raises:
-            NotInstalled: TRL is missing.
-        """
+        """Build the trainer of a configuration; `NotInstalled` without TRL."""
         self.precision, self.lm = precision, lm
         self.metrics_log = Metrics()
         self.trainer = build_trainer(config, lm, tokenizer, precision, self.metrics_log)
@@ -85,10 +75,7 @@ class Loss:
     def __call__(self, model: Any, rows: Sequence[Example], size: float) -> Tensor:
         """The part of these rows in the mean over a batch, times the number of processes, which average gradients.
 
-        Args:
-            model: the model, or its wrapper for data parallelism.
-            rows: a part of the batch.
-            size: the batch's size over all processes, by `size`.
+        `model` is the model or its wrapper for data parallelism; `size` is the batch's over all processes.
         """
         inputs = self._inputs(rows)
         with self.precision.autocast():

@@ -61,11 +61,7 @@ class Model:
 
 
 def load_model(args: OfflineSettings) -> Model:
-    """Load the model that a run starts from, with its adapter or score head; both draw PyTorch's global generator.
-
-    Raises:
-        ConfigError: it cannot be loaded or trained.
-    """
+    """Load the model that a run starts from, with its adapter or score head; both draw PyTorch's global generator."""
     if isinstance(args, RewardModelConfig):
         return load_reward_model(args)
     settings = ModelConfig(**vars(args.model))
@@ -81,11 +77,7 @@ def load_model(args: OfflineSettings) -> Model:
 
 
 def load_reward_model(args: RewardModelConfig) -> Model:
-    """A classifier with one output: a language model's trunk with a new head, or a classifier's own.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """A classifier with one output: a language model's trunk with a new head, or a classifier's own."""
     settings = ModelConfig(name=args.model.name, trust_remote_code=args.model.trust_remote_code)
     tokenizer = load_tokenizer(settings)
     folder = resolve(settings.name, "policy")
@@ -127,11 +119,7 @@ def load_reward_model(args: RewardModelConfig) -> Model:
 
 
 def check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> list[str]:
-    """A note if the score head of a loaded classifier is new in place of another one.
-
-    Raises:
-        ConfigError: weights below the head are missing.
-    """
+    """A note if the score head of a loaded classifier replaces one; `ConfigError` if weights below it are missing."""
     replaced = [str(key[0] if isinstance(key, tuple) else key) for key in loaded["mismatched_keys"]]
     prefix = f"{model.base_model_prefix}."
     if lacking := sorted(key for key in [*loaded["missing_keys"], *replaced] if key.startswith(prefix)):
@@ -155,14 +143,7 @@ def load_examples(
 ) -> tuple[list[Example], list[Example], list[str]]:
     """Examples to train on, held-out ones, and notes for the user.
 
-    Args:
-        args: the configuration.
-        model: the model to train.
-        train: rows from Python in place of `data.dataset`.
-        held_out: rows from Python in place of `eval.dataset`.
-
-    Raises:
-        ConfigError: rows cannot be read or used, or settings of held-out rows have no effect.
+    `train` and `held_out` are rows from Python in place of `data.dataset` and `eval.dataset`.
     """
     encode, column = encoding(args, model)
     data, notes = args.data, [*model.notes]
