@@ -3,10 +3,8 @@ import json
 import math
 import re
 import runpy
-import shutil
 import statistics
 import sys
-import warnings
 from ast import literal_eval
 from functools import partial
 from pathlib import Path
@@ -14,27 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from helpers.models import loud
 from tokencredit.errors import ConfigError
 from tokencredit.settings.command_line import config_parser, to_config
-from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
+from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardTerm
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.models.model_loading import resolve
 from tokencredit.text.rewards.ready_made import count, length
-from tokencredit.text.rewards.reward_models import Classifier, Reader, RewardModel, load
 from tokencredit.text.rewards.terms import (
     NonFiniteScore,
     RewardError,
@@ -49,8 +33,6 @@ from tokencredit.text.rewards.texts import joined, plain
 BUILTIN = "builtin:reviews"
 PROMPTS = ["This movie was really", "This movie was really"]
 COMPLETIONS = [" wonderful, and I loved every minute.", " awful. I hated the script, and the acting was worse."]
-DECODER = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 24, "num_labels": 1}
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(autouse=True)
@@ -64,231 +46,6 @@ def rate(terms, prompts=PROMPTS, completions=COMPLETIONS, lengths=(2, 3), finite
 
 def gives(*values, name="given", weight=1.0):
     return Term(name, weight, lambda prompts, completions: list(values))
-
-
-def saved(folder, model, tokenizer, **changes):
-    """A random model with weights large enough that texts differ, as a folder; `changes` go into its tokenizer."""
-    torch.manual_seed(0)
-    loud(model).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def reward_model(tmp_path_factory, tokenizer):
-    """A decoder with one output that pads with its end-of-sequence token, as TRL's RewardTrainer saves GPT-2."""
-    eos = tokenizer.eos_token_id
-    config = GPT2Config(**DECODER, vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=eos)
-    folder = tmp_path_factory.mktemp("models") / "scorer"
-    return saved(folder, GPT2ForSequenceClassification(config), tokenizer, pad_token=tokenizer.eos_token)
-
-
-def alone(folder, text, limit=None):
-    """A model's outputs for one text, by the plainest code."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"][-(limit or 10**6) :]
-    with torch.no_grad():
-        if getattr(model, "transformer", None) is None:
-            return model(input_ids=torch.tensor([ids])).logits[0].tolist()
-        return model.score(model.transformer(torch.tensor([ids])).last_hidden_state)[0, -1].tolist()
-
-
-# Classifiers
-
-
-def test_a_classifier_says_what_the_plain_model_says():
-    folder = resolve(BUILTIN, "sentiment")
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    inputs = AutoTokenizer.from_pretrained(folder)(
-        [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)], return_tensors="pt", padding=True
-    )
-    with torch.no_grad():
-        logits = model(**inputs).logits
-    negative = model.config.label2id["NEGATIVE"]
-    by_output = {
-        "probability": logits.softmax(-1)[:, negative],
-        "logit": logits[:, negative],
-        "log_odds": logits[:, negative] - logits[:, 1 - negative],
-    }
-    for output, expected in by_output.items():
-        got = Classifier(BUILTIN, "NEGATIVE", output)(PROMPTS, COMPLETIONS)
-        torch.testing.assert_close(torch.tensor(got), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_score_does_not_depend_on_its_neighbours():
-    classifier = Classifier(BUILTIN, "NEGATIVE", batch_size=2)
-    texts = [" film" * 60, *COMPLETIONS, "", " a"]
-    together = classifier([""] * 5, texts)
-    assert together == pytest.approx([classifier([""], [text])[0] for text in texts], abs=1e-5)
-
-
-def test_the_completion_alone():
-    by_itself = Classifier(BUILTIN, "NEGATIVE", text="completion")
-    assert by_itself(PROMPTS, COMPLETIONS) == Classifier(BUILTIN, "NEGATIVE")(["", ""], COMPLETIONS)
-
-
-def test_labels_that_do_not_exclude_each_other_have_probabilities_of_their_own(tmp_path):
-    shutil.copytree(resolve(BUILTIN, "sentiment"), tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"problem_type": "multi_label_classification"}))
-    logits = torch.tensor(Classifier(BUILTIN, "NEGATIVE", "logit")(PROMPTS, COMPLETIONS))
-    got = Classifier(str(tmp_path / "model"), "NEGATIVE")(PROMPTS, COMPLETIONS)
-    torch.testing.assert_close(torch.tensor(got), logits.sigmoid())
-
-
-def test_the_roberta_family_has_fewer_positions_than_it_says(tmp_path, tokenizer):
-    config = RobertaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=18,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    folder = saved(tmp_path / "roberta", RobertaForSequenceClassification(config), tokenizer, model_max_length=None)
-    classifier = Classifier(folder, "LABEL_1")
-    assert classifier.reader.limit == 18 - tokenizer.pad_token_id - 1
-    with pytest.warns(UserWarning, match="reads at most"):
-        assert math.isfinite(classifier([""], [" film" * 40])[0])
-
-
-# Reward models
-
-
-def test_a_reward_model_reads_its_last_token_whatever_stands_beside_it(reward_model):
-    """Its end-of-sequence token is its pad token, so RewardTrainer never read it, and it is not read here."""
-    terms = build_terms([RewardModelTerm(reward_model=reward_model, batch_size=2)], "cpu")
-    assert terms[0].name == "scorer"
-    completions = [" a", " wonderful film, and I loved it", " bad", ""]
-    got = rate(terms, ["I say"] * 4, completions, [1] * 4).totals
-    assert got == pytest.approx([alone(reward_model, "I say" + c)[0] for c in completions], abs=1e-4)
-    assert max(got) - min(got) > 0.1
-
-
-@pytest.mark.parametrize(
-    ("in_config", "in_tokenizer", "read"),
-    [
-        ("other", None, "last"),
-        ("other", "other", "last"),
-        ("other", "eos", "last"),
-        (None, "other", "last"),
-        (None, "eos", "last"),
-        (None, None, "last"),
-        (-1, None, "last"),  # as in the first Llama's config.json
-        ("text", None, "last"),
-        ("eos", None, "before"),
-        ("eos", "eos", "before"),
-    ],
-)
-def test_a_decoder_is_read_where_it_was_trained(in_config, in_tokenizer, read, tokenizer):
-    """At the appended end-of-sequence token; before it only where the model's own pad token is the same.
-
-    `text` is a token that stands within the texts, and `last` and `before` are worked out from the logits of each
-    position of each text by itself.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy"))
-    ids = {"other": 7, "eos": tokenizer.eos_token_id, "text": tokenizer(" film")["input_ids"][0]}
-    tokenizer.pad_token = None if in_tokenizer is None else tokenizer.convert_ids_to_tokens(ids[in_tokenizer])
-    torch.manual_seed(0)
-    pad = ids.get(in_config, in_config)
-    model = GPT2ForSequenceClassification(
-        GPT2Config(**DECODER, initializer_range=0.3, vocab_size=len(tokenizer), pad_token_id=pad)
-    ).eval()
-    texts = [" a film", " good", " a wonderful film, and I loved it", "", " film", " not a film that I liked"]
-    position = {"last": -1, "before": -2}[read]
-    expected = []
-    for text in texts:
-        row = torch.tensor([tokenizer("I say" + text + tokenizer.eos_token)["input_ids"]])
-        with torch.no_grad():
-            expected.append(model.score(model.transformer(row).last_hidden_state)[0, position, 0].item())
-            assert model(row).logits[0, 0].item() == pytest.approx(expected[-1], abs=1e-4), "as the model reads it"
-    scorer = RewardModel("scorer", model, tokenizer, batch_size=3)
-    assert scorer(["I say"] * len(texts), texts) == pytest.approx(expected, abs=1e-4)
-    assert model.config.pad_token_id == pad, "the model is left as it was"
-    assert min(abs(a - b) for a in expected for b in expected if a != b) > 1e-3
-
-
-def test_a_vocabulary_that_leaves_no_token_to_pad_with(tokenizers):
-    """A text that has all its tokens, beside one that would need padding."""
-    tokenizer = tokenizers["unigram"]
-    config = GPT2Config(**DECODER | {"n_positions": 64}, vocab_size=len(tokenizer), initializer_range=0.3)
-    reader = Reader("small", GPT2ForSequenceClassification(config), tokenizer)
-    reader.encode = lambda prompt, completion: list(range(len(tokenizer))) if completion == "all" else [5]
-    together = reader.logits(["", ""], ["all", "one"])
-    alone = [reader.model(torch.tensor([reader.encode("", text)])).logits[0] for text in ("all", "one")]
-    torch.testing.assert_close(together, torch.stack(alone))
-
-
-@pytest.mark.parametrize("kind", ["bert", "xlnet", "fnet"])
-def test_padding_changes_no_score(kind, tokenizer):
-    """BERT masks it; XLNet reads its last position and FNet mixes all of them, so texts of one length share a batch."""
-    shapes = {
-        "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
-        "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48},
-        "fnet": {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48},
-    }
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **shapes[kind], vocab_size=len(tokenizer), initializer_range=0.3, num_labels=3)
-    model = AutoModelForSequenceClassification.from_config(config)
-    reader = Reader(kind, model, AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy")))
-    assert reader.pads == (kind == "bert")
-    texts = [" a film", " good", " a wonderful film, and I loved it", " films", " not a film that I liked"]
-    with torch.no_grad():
-        alone = [model(torch.tensor([reader.encode("I say", text)])).logits[0] for text in texts]
-    torch.testing.assert_close(reader.logits(["I say"] * 5, texts), torch.stack(alone), atol=1e-4, rtol=1e-4)
-
-
-def test_a_model_that_cannot_read_a_text_is_refused(tokenizer):
-    config = AutoConfig.for_model("xmod", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
-    config.vocab_size = len(tokenizer)
-    model = AutoModelForSequenceClassification.from_config(config)
-    with pytest.raises(
-        ConfigError, match=r"a forward pass of 'many' on a text fails: ValueError: Input language unknown"
-    ):
-        RewardModel("many", model, AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy")))
-
-
-def test_a_long_text_of_a_reward_model_keeps_its_end(reward_model):
-    scorer = RewardModel("scorer", *load(reward_model, "cpu"))
-    with pytest.warns(UserWarning, match="'scorer' reads at most 24 tokens"):
-        got = scorer([" film" * 40], [" was good"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scorer([" film" * 50], [" was good"])  # it warns once
-    ids = scorer.reader.encode(" film" * 40, " was good")
-    assert scorer.reader.tokenizer.decode(ids).endswith(" was good<|endoftext|>")
-    assert got == pytest.approx(alone(reward_model, " film" * 40 + " was good", limit=23), abs=1e-4)
-
-
-def test_conversations_go_through_the_reward_models_own_template(tmp_path, tokenizer):
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_labels=1,
-        max_position_embeddings=64,
-        pad_token_id=None,
-    )
-    folder = saved(
-        tmp_path / "chat", LlamaForSequenceClassification(config), tokenizer, chat_template=TEMPLATE, pad_token=None
-    )
-    scorer = RewardModel("chat", *load(folder, "cpu"))
-    prompt = [{"role": "user", "content": "Good?"}]
-    answers = [[{"role": "assistant", "content": text}] for text in ("Yes.", "No, I did not like it.")]
-    expected = [alone(folder, f"<user>Good?<assistant>{a[0]['content']}")[0] for a in answers]
-    assert scorer([prompt, prompt], answers) == pytest.approx(expected, abs=1e-4)
-
-
-def test_without_a_template_the_contents_stand_below_each_other(reward_model):
-    scorer = RewardModel("scorer", *load(reward_model, "cpu"))
-    prompt, answer = [{"role": "user", "content": "Good?"}], [{"role": "assistant", "content": "Yes."}]
-    assert scorer([prompt], [answer]) == scorer(["Good?\n"], ["Yes."])
 
 
 def test_plain_texts_of_messages():
@@ -322,43 +79,9 @@ def test_plain_texts_of_messages():
         ({"function": "math:pi"}, r"'pi' of 'math' is a float, not a function"),
     ],
 )
-def test_terms_that_cannot_be_had(term, message):
+def test_a_term_that_cannot_be_loaded_is_refused_by_its_key(term, message):
     with pytest.raises(ConfigError, match=r"^reward\[1\]:? .*" + message):
         build_terms([FunctionTerm(function="length"), RewardTerm.read(term)], "cpu")
-
-
-def test_a_folder_that_is_no_classifier_is_refused(tmp_path, model_folders, reward_model):
-    for folder, message in (
-        (tmp_path, "is not a model folder"),
-        (model_folders["gpt2"], r"is not a sequence classifier: its weights lack score\.weight"),
-        (reward_model, "has one output and no labels to choose from; set it as reward_model"),
-    ):
-        with pytest.raises(ConfigError, match=rf"reward\[0\]: .*{message}"):
-            build_terms([ClassifierTerm(classifier=str(folder), label="A")], "cpu")
-
-
-def test_damaged_weights_are_refused(tmp_path):
-    shutil.copytree(resolve(BUILTIN, "sentiment"), tmp_path / "model")
-    weights = tmp_path / "model" / "model.safetensors"
-    tensors = load_file(weights)
-    save_file(tensors | {"classifier.weight": torch.zeros(3, 5)}, weights, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match="cannot load a classifier from"):
-        load(str(tmp_path / "model"), "cpu")
-    weights.write_bytes(b"not weights")
-    with pytest.raises(ConfigError, match="cannot load a classifier from"):
-        load(str(tmp_path / "model"), "cpu")
-
-
-def test_a_vocabulary_that_does_not_match_its_tokenizer(tmp_path, reward_model):
-    shutil.copytree(reward_model, tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(reward_model)
-    tokenizer.add_tokens(["<more>"])
-    tokenizer.save_pretrained(tmp_path / "model")
-    rows = len(tokenizer) - 1
-    with pytest.raises(
-        ConfigError, match=rf"tokenizer of .* has {rows + 1} tokens, but its model's embedding only {rows}"
-    ):
-        build_terms([RewardModelTerm(reward_model=str(tmp_path / "model"))], "cpu")
 
 
 def test_two_terms_of_one_name_are_refused():
@@ -403,23 +126,18 @@ def test_a_function_of_a_module():
     assert terms[0].name == "dumps"
 
 
-def test_what_pythons_callers_have(reward_model):
+def test_reward_functions_of_python_become_terms():
     def mine(completions):
         return [1.0] * len(completions)
 
-    model, _ = load(reward_model, "cpu")
-    given = [mine, partial(rate_by, factor=2), count("."), reward_model, Term("other", 0.5, model_free)]
+    given = [mine, partial(rate_by, factor=2), count("."), Term("other", 0.5, model_free)]
     terms = as_terms(given)
     assert [(t.name, t.weight) for t in terms] == [
         ("mine", 1.0),
         ("rate_by", 1.0),
         ("count", 1.0),
-        ("scorer", 1.0),
         ("other", 0.5),
     ]
-    loaded = as_terms(model)
-    assert loaded[0].name == "scorer"
-    assert rate(loaded).totals == pytest.approx(rate(as_terms(reward_model)).totals)
 
 
 def rate_by(prompts, completions, factor, **columns):
@@ -430,7 +148,7 @@ def model_free(prompts, completions):
     return [0.0 for _ in completions]
 
 
-def test_what_python_callers_cannot_give(tokenizer):
+def test_other_objects_of_python_are_refused(tokenizer):
     with pytest.raises(ConfigError, match=r"reward_funcs\[1\]: 3 is neither a function, nor"):
         as_terms([model_free, 3])
     with pytest.raises(ConfigError, match=r"reward_funcs\[1\]\.name is 'model_free'.*Term\(name, weight, function\)"):
