@@ -79,6 +79,7 @@ class Prompts:
         *,
         name: str | None = None,
         group: str = "prompts",
+        keys: str = "prompts",
         limit: int | None = None,
         seed: int | None = None,
     ):
@@ -90,6 +91,7 @@ class Prompts:
             config: the column, the length limit and the tokenization; its sources of rows are not read.
             name: name of the data in messages; None for the texts of the configuration.
             group: configuration group of texts and dataset, in messages.
+            keys: group of the keys of all other settings, in messages.
             limit: another limit in tokens beside `config.max_length`.
             seed: seed of the order, which is reshuffled every epoch; None keeps the data's order.
 
@@ -98,11 +100,11 @@ class Prompts:
         """
         config = config or PromptsConfig()
         if config.add_bos and tokenizer.bos_token_id is None:
-            raise ConfigError("prompts.add_bos is true, but the tokenizer has no beginning-of-sequence token")
+            raise ConfigError(f"{keys}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
         self.max_length = min((most for most in (config.max_length, limit) if most is not None), default=None)
-        self.tokenizer, self.seed = tokenizer, seed
+        self.tokenizer, self.seed, self.keys = tokenizer, seed, keys
         self.texts = f"{group}.text"
         self.name = name or self.texts
         texts = [rows] if isinstance(rows, str) else rows
@@ -147,14 +149,14 @@ class Prompts:
             )
             fill = environment.from_string(template)
         except TemplateError as error:
-            raise ConfigError(f"prompts.template is not a Jinja template: {error}") from error
+            raise ConfigError(f"{self.keys}.template is not a Jinja template: {error}") from error
         filled = []
         for index, row in enumerate(self.rows):
             try:
                 filled.append({**row, self.column: fill.render(row)})
             except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
                 raise ConfigError(
-                    f"prompts.template fails on {self._label(index)}: {error}; its columns are {', '.join(row)}"
+                    f"{self.keys}.template fails on {self._label(index)}: {error}; its columns are {', '.join(row)}"
                 ) from error
         return filled
 
@@ -164,7 +166,9 @@ class Prompts:
             raise ConfigError(f"{self.name} has no rows; give at least one prompt")
         columns = column_names(self.rows)
         if self.column not in columns:
-            raise ConfigError(f"prompts.column is {self.column!r}; the columns of {self.name} are {', '.join(columns)}")
+            raise ConfigError(
+                f"{self.keys}.column is {self.column!r}; the columns of {self.name} are {', '.join(columns)}"
+            )
         conversational = isinstance(self.rows[0].get(self.column), list)
         if conversational and self.tokenizer.chat_template is None:
             raise ConfigError(
@@ -209,14 +213,14 @@ class Prompts:
         if not kept:
             raise ConfigError(
                 f"all {start} prompts of {self.name} have more than the {self.max_length} tokens that fit; shorten "
-                f"them, or set prompts.overlong: truncate"
+                f"them, or set {self.keys}.overlong: truncate"
             )
         return np.array(kept)
 
     def _fits(self, index: int, text: str, ids: list[int]) -> bool:
         if not ids:
             raise ConfigError(
-                f"{self._label(index)} is {text!r}, which has no token; write a text or set prompts.add_bos"
+                f"{self._label(index)} is {text!r}, which has no token; write a text or set {self.keys}.add_bos"
             )
         if self.overlong == "truncate" or self.max_length is None or len(ids) <= self.max_length:
             return True
@@ -226,9 +230,9 @@ class Prompts:
 
     def _too_long(self, index: int, ids: list[int]) -> ConfigError:
         return ConfigError(
-            f"{self._label(index)} has {len(ids)} tokens; at most {self.max_length} fit, by prompts.max_length or "
+            f"{self._label(index)} has {len(ids)} tokens; at most {self.max_length} fit, by {self.keys}.max_length or "
             "by the model's context or ppo.micro_batch_tokens less max_new_tokens; shorten it, or set "
-            f"prompts.overlong to drop or truncate"
+            f"{self.keys}.overlong to drop or truncate"
         )
 
     def _check(self, index: int, prompt: Any) -> Prompt:

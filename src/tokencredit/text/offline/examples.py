@@ -97,7 +97,7 @@ def read_rows(
     else:
         found, name = read_dataset(dataset, split=split, config_name=config_name, group=group), repr(dataset)
     found = with_answers(found, config.column, completion)
-    prompts = Prompts(found, tokenizer, config.prompts(), name=name, group="data")
+    prompts = Prompts(found, tokenizer, config.prompts(), name=name, keys="data")
     for start in range(0, len(prompts.kept), CHUNK):
         batch = prompts.batch(start, min(CHUNK, len(prompts.kept) - start))
         for index, (prompt, text) in enumerate(zip(batch.prompts, batch.texts, strict=True)):
