@@ -40,7 +40,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import RunConfig, UpdateConfig
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.model_loading import resolve
 
 SECONDS = 60

@@ -40,7 +40,7 @@ from tokencredit import (
     UpdateConfig,
 )
 from tokencredit.text.callbacks import Callback
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.kv_cache import CachedSteps

@@ -31,7 +31,7 @@ from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.models.run_models import load_start
 from tokencredit.text.ppo_trainer import PPOTrainer

@@ -24,7 +24,7 @@ from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig,
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.scoring_passes import ReferenceOutputs, rollout_values
 

@@ -25,7 +25,7 @@ from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig
 from tokencredit.text.batch import Batch, behavior_metrics
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.local.sampling import Decoding, logits_warpers
 from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.models import precision

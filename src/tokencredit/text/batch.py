@@ -28,7 +28,7 @@ from tokencredit.core.rewards import k1
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import critic_metrics
 from tokencredit.text.data.prompts import Prompt, PromptBatch
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.rewards.terms import PendingCall, term_metrics
 from tokencredit.text.rewards.texts import last_message
 from tokencredit.text.scoring_passes import ReferenceOutputs

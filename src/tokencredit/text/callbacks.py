@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tokencredit.errors import ConfigError
 
 if TYPE_CHECKING:  # callbacks are checked before anything heavy is imported
-    from tokencredit.text.engines.engine import Rollout
+    from tokencredit.text.data.rollout import Rollout
     from tokencredit.text.rewards.terms import Scores
     from tokencredit.text.scoring_passes import ReferenceOutputs
 

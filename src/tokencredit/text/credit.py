@@ -21,7 +21,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 
 NOISE = math.sqrt(VARIANCE_GUARD)
 """Standard deviation of scores up to which their differences count as noise."""

@@ -26,8 +26,9 @@ from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.data.tasks import TaskBatch
-from tokencredit.text.engines.engine import Engine, Rollout
+from tokencredit.text.engines.engine import Engine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term

@@ -19,7 +19,7 @@ from tokencredit.settings.source import read_policy_config, read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks

@@ -16,7 +16,7 @@ from tokencredit.core.rewards import kl_estimate
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.minibatches import length_batches
 from tokencredit.settings.training import KLConfig
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, idle_row
 
 ROUNDING = 1e-5

@@ -6,7 +6,7 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from tokencredit.text.data.detokenizer import Detokenizer
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.stop_strings import StopSearch
 
 KINDS = ["sentencepiece", "unigram", "wordpiece", "bytes"]

@@ -12,7 +12,7 @@ from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models import precision
 from tokencredit.text.models.actor_critic import ActorCritic

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import RunStopped
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.continuous import manager_of, pages_of, quiet, spared, take
-from tokencredit.text.engines.engine import Engine, Rollout
+from tokencredit.text.engines.engine import Engine
 from tokencredit.text.engines.probe import require_same_logprobs
 from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Progress, Request, Sampler

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import RunStopped
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.requests import SEEDS, Completion, Request, Sampler
 
 ROWS = 4

@@ -17,7 +17,8 @@ from tokencredit.distributed.sharding import gathered
 from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.engine import FAILURES, Rollout
+from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.engines.engine import FAILURES
 from tokencredit.text.engines.probe import NEW, PROMPT, TEMPERATURE, Probe, require_same_logprobs, sample_probe
 from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Request, Sampler
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs

@@ -16,8 +16,9 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import EnvironmentConfig, PromptsConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompt, PromptBatch
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.data.tasks import TaskBatch
-from tokencredit.text.engines.engine import Conversation, Engine, Rollout
+from tokencredit.text.engines.engine import Conversation, Engine
 from tokencredit.text.turns.chat.framing import ChatFraming, Framing, TextFraming
 from tokencredit.text.turns.environments import Environments, Episode
 from tokencredit.text.turns.episode_record import Span, Transcript, episode_record

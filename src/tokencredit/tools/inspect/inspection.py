@@ -18,7 +18,7 @@ from tokencredit.settings.options import with_engine
 from tokencredit.settings.source import read_policy_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import Batch
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.peft_models import attached, merge
 from tokencredit.text.models.run_models import load_run_models

@@ -14,7 +14,8 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import gathered
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.engine import FAILURES, Rollout
+from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.engines.engine import FAILURES
 from tokencredit.text.engines.local.sampling import Decoding, decode, sample
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.engines.stop_strings import StopSearch

@@ -21,7 +21,7 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import within
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.engines.engine import Rollout
+from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.critic import Critic

@@ -1,0 +1,97 @@
+"""What an engine returns: prompts and sampled completions as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tokencredit.core.masked import extents
+from tokencredit.text.data.detokenizer import Detokenizer
+
+
+@dataclass
+class Rollout:
+    """Prompts `[batch, prompt]` and sampled completions `[batch, time]`, with per-token numbers."""
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    response_ids: Tensor
+    mask: Tensor
+    """True at sampled tokens, the end-of-sequence token included. A row's tokens run without gaps to its last sampled
+    one; those in between that are false are an environment's."""
+    logprobs: Tensor
+    """Log-prob of each token under the policy at its temperature, in nats, before filters such as top_p. Under the
+    policy that drew it, of an earlier update, if it has an `age` and no `behavior_logprobs`."""
+    values: Tensor | None
+    """Value of the state before each token; None if the engine did not compute it."""
+    truncated: Tensor
+    """`[batch]`, true if the completion reached the length limit, or the episode was cut off."""
+    entropy: Tensor | None = None
+    """Entropy of the distribution behind each log-prob, in nats; None without filters, where −log-prob estimates it."""
+    turn_ends: Tensor | None = None
+    """True at the last token of each turn; None if completions are single turns."""
+    behavior_logprobs: Tensor | None = None
+    """Log-prob with which the engine drew each token, by its own arithmetic and after filters such as top_p; None where
+    that is `logprobs`."""
+    versions: Tensor | None = None
+    """Version of the weights that drew each token, −1 elsewhere; None if they did not change while it was sampled."""
+    age: Tensor | None = None
+    """Updates of the policy since each token was drawn, 0 elsewhere; None if there were none."""
+    support: Tensor | None = None
+    """`[batch, time, top_k]`, int32: ids of the tokens that filters left when each token was drawn, padded with −1;
+    None if they are not kept."""
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Inputs of `ActorCritic` for evaluating these responses again."""
+        return {
+            "prompt_ids": self.prompt_ids,
+            "prompt_mask": self.prompt_mask,
+            "response_ids": self.response_ids,
+            "mask": self.mask,
+        }
+
+    def head(self, count: int) -> Rollout:
+        """The first rows."""
+        rows: dict[str, Any] = {name: None if x is None else x[:count] for name, x in vars(self).items()}
+        return Rollout(**rows)
+
+    def lengths(self) -> Tensor:
+        """Length of each prompt plus its response, in tokens."""
+        return self.prompt_mask.sum(1) + extents(self.mask)
+
+    def response_lengths(self) -> Tensor:
+        """Length of each response in tokens, those of an environment between turns included, `[batch]`."""
+        return extents(self.mask)
+
+    def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
+        """Extra columns for reward functions.
+
+        `completion_ids`, the token ids after the prompt; `completion_mask`, with several turns, 1 at sampled tokens and
+        0 at an environment's; `ref_logprobs`, log-probs of sampled tokens under the reference model, if there is one.
+        """
+        # One transfer from the device per tensor, not per row.
+        rows, lengths = list(self.mask.cpu()), self.response_lengths().tolist()
+        response_ids = zip(self.response_ids.cpu(), lengths, strict=True)
+        columns: dict[str, list[Any]] = {"completion_ids": [ids[:length].tolist() for ids, length in response_ids]}
+        if self.turn_ends is not None:
+            masks = zip(rows, lengths, strict=True)
+            columns["completion_mask"] = [mask[:length].int().tolist() for mask, length in masks]
+        if ref_logprobs is not None:
+            columns["ref_logprobs"] = [x[acted].tolist() for x, acted in zip(ref_logprobs.cpu(), rows, strict=True)]
+        return columns
+
+    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """The completions, detokenized after their prompts, without special tokens."""
+        prompt_rows = zip(self.prompt_ids.cpu(), self.prompt_mask.cpu(), strict=True)
+        prompts = [tuple(ids[mask].tolist()) for ids, mask in prompt_rows]
+        detokenizers = {ids: Detokenizer(tokenizer, ids) for ids in dict.fromkeys(prompts)}
+        rows = zip(prompts, self.response_ids.cpu(), self.response_lengths().tolist(), strict=True)
+        return [detokenizers[prompt].text(ids[:length].tolist()) for prompt, ids, length in rows]
+
+    def tokens(self, row: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """The text of each token of a completion, special tokens included."""
+        prompt = self.prompt_ids[row][self.prompt_mask[row]].tolist()
+        return Detokenizer(tokenizer, prompt).tokens(self.response_ids[row, : self.response_lengths()[row]].tolist())

@@ -1,0 +1,83 @@
+"""The package's layers: no import goes upwards, and no files or folders import each other in a circle."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+PACKAGE = SRC / "tokencredit"
+LAYERS = {
+    "errors": 0,
+    "core": 1,
+    "settings": 2,
+    "audit": 2,
+    "distributed": 3,
+    "learn": 4,
+    "runs": 5,
+    "report": 6,
+    "text": 7,
+    "control": 7,
+    "tools": 8,
+    "commands": 9,
+    "cli": 10,
+    "__main__": 11,
+}
+FILES = {".".join(path.relative_to(SRC).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of the package that a file imports anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tokencredit"):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in MODULES else node.module for name in inner}
+    return names & (set(MODULES) - {"tokencredit"})  # which has no layer, and only __version__
+
+
+IMPORTS = {name: imported(path) for name, path in MODULES.items() if name != "tokencredit"}  # which names all of it
+
+
+def layer(module: str) -> int:
+    """Height of a module's layer."""
+    return LAYERS[module.split(".")[1]]
+
+
+def folders(depth: int) -> dict[str, set[str]]:
+    """Folders below the package at a depth, or files above it, by those from which they import."""
+    graph: dict[str, set[str]] = {}
+    for name, others in IMPORTS.items():
+        here = ".".join(name.split(".")[:depth])
+        graph.setdefault(here, set()).update({".".join(x.split(".")[:depth]) for x in others} - {here})
+    return graph
+
+
+def test_every_part_of_the_package_has_a_layer():
+    parts = {name.split(".")[1] for name in MODULES if "." in name}
+    assert parts == set(LAYERS)
+
+
+@pytest.mark.parametrize("name", sorted(IMPORTS))
+def test_no_import_goes_upwards(name):
+    above = {other for other in IMPORTS[name] if layer(other) > layer(name)}
+    beside = {other for other in IMPORTS[name] if {name.split(".")[1], other.split(".")[1]} == {"text", "control"}}
+    assert above | beside == set()
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 9], ids=["packages", "folders", "folders in folders", "files"])
+def test_nothing_imports_in_a_circle(depth):
+    tuple(TopologicalSorter(folders(depth)).static_order())  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda path: path.name)
+def test_a_folder_has_at_most_twelve_files(folder):
+    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 12
+
+
+def test_no_file_is_longer_than_400_lines_and_no_two_share_a_name():
+    lines = {path.name: path.read_text(encoding="utf-8").count("\n") for path in MODULES.values()}
+    assert {name for name, count in lines.items() if count > 400} == set()
+    assert len(lines) == len([path for path in MODULES.values() if path.name != "__init__.py"]) + 1
