@@ -138,3 +138,12 @@ def test_an_adapter_is_off_while_the_reference_speaks(model_folders, rollout):
 def test_no_reference_says_nothing(model_folders, rollout):
     policy = load(model_folders, "llama")
     assert reference_outputs(policy, None, rollout, KLConfig(), TEMPERATURE, None) == ReferenceOutputs()
+
+
+def test_an_exact_kl_below_1e_5_counts_as_rounding(model_folders, rollout, monkeypatch):
+    """A model's KL to itself is up to 1.4e-6 nats with 2,048 tokens and 5.7e-6 with 151,936; negative, even -4e-5."""
+    policy = load(model_folders, "llama")
+    outputs = {"logprobs": rollout.logprobs, "kl": torch.tensor([[1.4e-6, 5.7e-6, -4e-5, 1.1e-5]])}
+    monkeypatch.setattr("tokencredit.text.scoring_passes.read_by_length", lambda *_: outputs)
+    kl = reference_outputs(policy, policy, rollout, KLConfig(estimator="full"), TEMPERATURE, None).kl
+    assert torch.equal(kl, torch.tensor([[0.0, 0.0, 0.0, 1.1e-5]]))

@@ -20,8 +20,9 @@ from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs, idle_row
 
 ROUNDING = 1e-5
-"""Largest difference of two log-probs of a token, in nats, that counts as rounding, with a KL of 0. Without other
-rewards, Adam, which is scale-invariant, would turn rounding into full-size steps."""
+"""Log-probs of a token this close, or an exact KL this small, in nats, count as rounding, with a KL of 0. Without other
+rewards, Adam, which is scale-invariant, would turn rounding into full-size steps. The exact KL of a model to itself is
+the rounding of the log of a sum over the vocabulary in float32: up to 1.4e-6 with 2,048 tokens, 5.7e-6 with 151,936."""
 
 
 class ReferenceOutputs(NamedTuple):
@@ -190,5 +191,5 @@ def reference_outputs(
     if in_loss:
         return ReferenceOutputs(logprobs, hidden=outputs.get("ref_hidden"))
     kl = outputs["kl"] if full else kl_estimate(args.estimator, rollout.logprobs, logprobs, rollout.mask)
-    equal = kl < ROUNDING / 10 if full else (rollout.logprobs - logprobs).abs() < ROUNDING
-    return ReferenceOutputs(logprobs, kl.masked_fill(equal, 0.0), exact=full)
+    difference = kl if full else (rollout.logprobs - logprobs).abs()
+    return ReferenceOutputs(logprobs, kl.masked_fill(difference < ROUNDING, 0.0), exact=full)
