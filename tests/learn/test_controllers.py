@@ -70,7 +70,7 @@ def test_adaptive_refuses(changes, message):
         AdaptiveKL(**{"coef": 0.2, "target": 6.0, "horizon": 1000, **changes})
 
 
-def test_what_a_controller_cannot_follow():
+def test_controllers_refuse_a_nan_and_a_negative_coefficient():
     with pytest.raises(ValueError, match=r"kl is nan; it must be finite"):
         AdaptiveKL(0.2, target=6.0, horizon=1000).update(math.nan, 64)
     with pytest.raises(ValueError, match=r"kl_coef is -0.1"):

@@ -167,7 +167,7 @@ def test_the_loss_is_that_of_core(world):
     torch.testing.assert_close(loss.complete(now).total, expected)
 
 
-def test_kl_in_the_loss_has_its_price(world):
+def test_kl_in_the_loss_is_weighted_by_kl_coef(world):
     _, experience = world
 
     def with_kl(model, inputs, loss):
@@ -189,7 +189,7 @@ def test_kl_in_the_loss_is_estimated_from_the_references_logprobs(world):
     torch.testing.assert_close(losses["loss"], losses["policy_loss"] + 0.3 * kl)
 
 
-def test_padding_changes_nothing(world):
+def test_padding_does_not_change_gradients(world):
     _, experience = world
     _, expected, _ = backward(world)
     for tensor in (experience.logprobs, experience.values, experience.advantages, experience.returns):
@@ -501,7 +501,7 @@ def test_a_buffer_goes_on_from_its_state(world, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.model.parameters(), strict=True))
 
 
-def test_what_a_damaged_experience_holds_does_not_stay_in_the_buffer(world):
+def test_a_damaged_experience_does_not_stay_in_the_buffer(world):
     policy, experience = world
     learner = learner_of(policy, critic_epochs=1, critic_buffer=2)
     learner.update(earlier(experience, 1))
@@ -707,19 +707,23 @@ def test_interpolation_by_hand(correct, weights):
     torch.testing.assert_close((now - centred.logprobs).exp()[mask], torch.tensor([2.0, 1.4, 2.0]))
 
 
+def outcomes(policy, cases, **settings):
+    """Metrics and parameters after an update with each objective and experience, from the same weights."""
+    start, ends = {name: x.clone() for name, x in policy.state_dict().items()}, []
+    for objective, experience in cases:
+        policy.load_state_dict(start)
+        metrics = learner_of(policy, objective, minibatches=2, **settings).update(experience)
+        ends.append((metrics, [p.detach().clone() for p in policy.parameters()]))
+    return ends
+
+
 @each_loss
 def test_tokens_of_age_0_are_clipped_around_the_policy_that_drew_them(name, world):
-    policy, experience = world[0], away(world[1])
-    start, ends = [p.detach().clone() for p in policy.parameters()], []
+    experience, objective = away(world[1]), replace(LOSSES[name], value_coef=0.5)
     age = torch.zeros(ROWS, TIME, dtype=torch.long)
     drawn = replace(experience, behavior_logprobs=experience.logprobs, age=age)
-    for rows, interpolation in ((experience, None), (drawn, Interpolation("clip"))):
-        with torch.no_grad():
-            for parameter, value in zip(policy.parameters(), start, strict=True):
-                parameter.copy_(value)
-        objective = replace(LOSSES[name], value_coef=0.5, interpolation=interpolation)
-        metrics = learner_of(policy, objective, minibatches=2, epochs=2).update(rows)
-        ends.append((metrics, [p.detach().clone() for p in policy.parameters()]))
+    interpolated = replace(objective, interpolation=Interpolation("clip"))
+    ends = outcomes(world[0], [(objective, experience), (interpolated, drawn)], epochs=2)
     assert ends[0][0] == {key: ends[1][0][key] for key in ends[0][0]}
     assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
     assert (ends[1][0]["weight_mean"], ends[1][0]["weight_ess"]) == (1, 1)
@@ -728,15 +732,9 @@ def test_tokens_of_age_0_are_clipped_around_the_policy_that_drew_them(name, worl
 
 @each_loss
 def test_weights_of_1_change_no_bit_of_an_update(name, world):
-    policy, experience = world[0], away(world[1])
-    start, ends = [p.detach().clone() for p in policy.parameters()], []
-    for weights in (None, torch.ones(ROWS, TIME)):
-        with torch.no_grad():
-            for parameter, value in zip(policy.parameters(), start, strict=True):
-                parameter.copy_(value)
-        learner = learner_of(policy, replace(LOSSES[name], value_coef=0.5, entropy_coef=0.01), minibatches=2)
-        metrics = learner.update(replace(experience, weights=weights))
-        ends.append((metrics, [p.detach().clone() for p in policy.parameters()]))
+    experience, objective = away(world[1]), replace(LOSSES[name], value_coef=0.5, entropy_coef=0.01)
+    weighted = replace(experience, weights=torch.ones(ROWS, TIME))
+    ends = outcomes(world[0], [(objective, experience), (objective, weighted)])
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
 

@@ -1,6 +1,9 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from tokencredit.learn.optim import MuonAdamW, build_optimizer, clip_gradients, hidden_matrices, schedule
 
@@ -182,21 +185,16 @@ def test_schedules_never_rise_after_the_warm_up(name):
     assert min(factors[5:]) == pytest.approx(0.1)
 
 
-def test_linear_is_torch_s_linear():
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    theirs = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.3, total_iters=10)
-    ours = schedule("linear", total=10, final_scale=0.3)
-    for step in range(12):
-        assert ours(step) == pytest.approx(theirs.get_last_lr()[0])
-        optimizer.step()
-        theirs.step()
-
-
-def test_cosine_is_torch_s_cosine():
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("linear", partial(LinearLR, start_factor=1.0, end_factor=0.3, total_iters=10)),
+        ("cosine", partial(CosineAnnealingLR, T_max=10, eta_min=0.3)),
+    ],
+)
+def test_schedules_equal_those_of_torch(name, theirs):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10, eta_min=0.3)
-    ours = schedule("cosine", total=10, final_scale=0.3)
+    ours, theirs = schedule(name, total=10, final_scale=0.3), theirs(optimizer)
     for step in range(11):
         assert ours(step) == pytest.approx(theirs.get_last_lr()[0])
         optimizer.step()

@@ -63,7 +63,7 @@ class Weights(Patient):
     ],
 )
 @pytest.mark.parametrize("max_age", [1, 2])
-def test_tokens_are_as_old_as_they_say(groups, max_age, tmp_path):
+def test_tokens_have_the_log_probs_of_the_weights_of_their_age(groups, max_age, tmp_path):
     seen = Weights()
     args = ahead(tmp_path / "run", 4, max_age, **groups)
     trainer = PPOTrainer(args=args, callbacks=[seen])
@@ -236,7 +236,7 @@ def test_a_sampler_that_fails_is_started_anew_once(last, tmp_path, monkeypatch):
     assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_a_failed_sync_costs_no_update(tmp_path, monkeypatch):
+def test_a_failed_sync_loses_no_update(tmp_path, monkeypatch):
     sync = BackgroundSampler.sync
     syncs = []
 

@@ -151,3 +151,26 @@ def test_callbacks_may_be_none_or_any_iterable():
     assert check_callbacks(each for each in [callback]) == [callback]
     with pytest.raises(ConfigError, match=r"callbacks is <.*Callback.*>; it must be a list of callbacks"):
         check_callbacks(callback)
+
+
+def test_a_callback_method_of_another_signature_is_refused():
+    def wrong(event, method):
+        return type("Mine", (Callback,), {event: method})()
+
+    for event, method, told in (
+        ("before_rollout", lambda self: None, "takes self, trainer"),
+        ("after_rollout", lambda self, trainer: None, "takes self, trainer, rollout"),
+        ("after_rollout", lambda self, trainer, batch: None, "takes self, trainer, rollout"),
+        ("after_iteration", lambda self, trainer, metrics: None, "takes self, trainer, metrics, samples"),
+        ("after_update", lambda self, trainer, metrics, more: None, "takes self, trainer, metrics"),
+        ("after_update", 3, "which is 3; it must be a method"),
+    ):
+        with pytest.raises(ConfigError, match=rf"callbacks\[0\] \(Mine\) has .*{event}.*{told}$"):
+            check_callbacks([wrong(event, method)])
+    for event, method in (
+        ("after_rollout", lambda self, trainer, **results: None),
+        ("after_iteration", lambda self, trainer, samples, metrics, more=None: None),
+        ("before_update", lambda self, *args: None),
+        ("before_update", None),
+    ):
+        check_callbacks([wrong(event, method)])

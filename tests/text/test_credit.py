@@ -98,7 +98,7 @@ def test_scores_that_are_all_equal_give_next_to_no_update(changes, score, tokeni
     assert experience.advantages.abs().max() < 1e-3
 
 
-def test_healthy_scores_give_the_usual_numbers(tokenizer):
+def test_scores_that_differ_are_normalised_and_whitened(tokenizer):
     scored = scored_of(tokenizer, [1.0, 3.0, 2.0, 6.0], kl=ROUNDING)
     _, experience = credit_of(**grouped()).give(scored)
     expected = torch.tensor([-1.0, 1.0, -1.0, 1.0]) * 0.5**0.5
@@ -321,7 +321,7 @@ def test_the_masked_share_is_there_whenever_completions_may_be_left_out(tokenize
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["gae", "group_relative"])
 @pytest.mark.parametrize("kl", ["k1", "k3", "full"])
-def test_where_nothing_is_paid_nothing_moves(estimator, kl, tmp_path):
+def test_rewards_that_are_all_0_change_no_weight(estimator, kl, tmp_path):
     """Cached steps and full passes of the same model round apart, and Adam makes a full step of any gradient."""
     grouped = estimator == "group_relative"
     args = small(
@@ -336,14 +336,6 @@ def test_where_nothing_is_paid_nothing_moves(estimator, kl, tmp_path):
     before = copy_weights(trainer.policy)
     trainer.iteration(1)
     assert not changed_weights(trainer.policy, before)
-
-
-def test_a_term_that_scores_texts_is_seen_at_once_where_completions_bootstrap(tmp_path):
-    """Its first scores are all 0."""
-    args = small(tmp_path / "run", advantage=AdvantageConfig(bootstrap=True))
-    trainer = PPOTrainer(args=args, reward_funcs=[each_token, lambda completions, **columns: [0.0] * len(completions)])
-    with pytest.raises(RunStopped, match=r"advantage\.bootstrap is True, and the reward scores whole completions"):
-        trainer.iteration(1)
 
 
 @pytest.mark.slow
@@ -443,11 +435,13 @@ def test_a_run_bootstraps_from_the_critic_where_completions_were_cut_off(critic,
         assert shown["what_if"][0] == pytest.approx(shown["numbers"]["advantage"], abs=2e-4)
 
 
-def test_a_bootstrap_with_a_score_of_whole_texts_stops_at_the_first_batch(tmp_path):
+@pytest.mark.parametrize("rewards", [vowels, [each_token, lambda completions, **columns: [0.0] * len(completions)]])
+def test_a_bootstrap_with_a_score_of_whole_texts_stops_at_the_first_batch(rewards, tmp_path):
+    """Also if those scores are all 0, beside rewards of tokens."""
     args = small(tmp_path / "run", advantage=AdvantageConfig(bootstrap=True))
-    trainer = PPOTrainer(args=args, reward_funcs=vowels)
+    trainer = PPOTrainer(args=args, reward_funcs=rewards)
     before = copy_weights(trainer.policy)
-    with pytest.raises(RunStopped, match=r"set advantage\.bootstrap: false"):
+    with pytest.raises(RunStopped, match=r"advantage\.bootstrap is True, .* set advantage\.bootstrap: false"):
         trainer.train()
     assert not changed_weights(trainer.policy, before)
 

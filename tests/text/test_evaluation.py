@@ -47,7 +47,7 @@ def run(request, tmp_path_factory):
     return folder, trainer
 
 
-def test_it_says_what_the_runs_own_evaluation_said(run):
+def test_evaluation_after_a_run_equals_the_runs_own(run):
     folder, _ = run
     own = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     metrics = evaluate_source(read_source(str(folder)))
@@ -55,7 +55,7 @@ def test_it_says_what_the_runs_own_evaluation_said(run):
     assert metrics == pytest.approx({k: v for k, v in own.items() if k.startswith("eval/")}, rel=1e-5)
 
 
-def test_the_starting_model_is_no_nat_from_itself(run):
+def test_the_kl_of_the_base_model_to_itself_is_0(run):
     folder, trainer = run
     kl = evaluate_source(read_source(str(folder)), "base")["eval/kl"]
     if trainer.args.model.dtype == "bfloat16":
@@ -119,7 +119,7 @@ def test_any_model_is_evaluated_as_a_runs_policy_is(run, model_folders, tmp_path
     assert figures(capsys)["reward"] == pytest.approx(metrics["eval/reward"], rel=1e-3)
 
 
-def test_a_model_is_no_nat_from_itself_and_some_from_another(architecture, model_folders, capsys):
+def test_the_kl_to_the_same_model_is_0_and_to_another_is_not(architecture, model_folders, capsys):
     bare = ["evaluate", "--model", str(model_folders[architecture]), "--reward", LENGTH, *BARE]
     assert main(bare) == 0
     assert "kl" not in figures(capsys)
@@ -158,19 +158,21 @@ def test_a_run_of_another_trainer_is_its_policy_with_its_start_as_the_reference(
     assert "as a reward it is {reward_model: " in refused(capsys, "evaluate", str(other), "--reward", LENGTH)
 
 
-def test_a_reference_of_a_shorter_context_is_refused(model_folders, tokenizer, tmp_path, capsys):
-    random_lm("gpt2", tokenizer, **SHAPE | {"max_position_embeddings": 20}).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"max_position_embeddings": 20}, "whose context has 20 tokens; it must have at least the model's, 64"),
+        (None, "whose tokenizer has other ids for"),
+    ],
+)
+def test_a_reference_that_cannot_read_the_models_texts_is_refused(
+    shape, message, model_folders, tokenizer, tokenizers, tmp_path, capsys
+):
+    tokenizer = tokenizer if shape else tokenizers["bytes"]
+    random_lm("gpt2", tokenizer, **SHAPE | (shape or {})).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     bare = ["--model", str(model_folders["gpt2"]), "--reward", LENGTH, *BARE, "--reference", str(tmp_path)]
-    assert "whose context has 20 tokens; it must have at least the model's, 64" in refused(capsys, "evaluate", *bare)
-
-
-def test_a_reference_of_another_vocabulary_is_refused(model_folders, tokenizers, tmp_path, capsys):
-    tokenizer = tokenizers["bytes"]
-    random_lm("gpt2", tokenizer, **SHAPE).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    bare = ["--model", str(model_folders["gpt2"]), "--reward", LENGTH, *BARE, "--reference", str(tmp_path)]
-    assert "whose tokenizer has other ids for" in refused(capsys, "evaluate", *bare)
+    assert message in refused(capsys, "evaluate", *bare)
 
 
 def evaluated(run, tmp_path, **changes):
@@ -207,7 +209,7 @@ def test_rewards_are_computed_outside_the_autocast_of_the_policy(run):
     assert seen == [False]
 
 
-def test_a_missing_critic_is_said_and_not_made_up(run, tmp_path):
+def test_a_missing_critic_is_refused(run, tmp_path):
     folder, _ = run
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "policy" / "value_head.safetensors").unlink()

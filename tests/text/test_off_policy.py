@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -114,27 +115,23 @@ def test_metrics_by_hand(tokenizer):
 )
 def test_a_setting_without_other_logprobs_is_refused(changes, monkeypatch, tmp_path):
     (key, value), *_ = changes.items()
-    told = (
-        f"{key} is {value}, and tokens are drawn with the log-probs of training: rollout.engine is local, without "
-        "filters, and the dtype of its passes (model.dtype) float32; leave it out"
+    refused = partial(
+        pytest.raises, ConfigError, match=rf"^{key} is {value}, .* log-probs of training: .* leave it out"
     )
     for rollout in ({}, {"rollout.top_p": 1.0}, {"eval.temperature": 0.5}):
-        with pytest.raises(ConfigError) as caught:
+        with refused():
             PPOConfig.from_dict({"model.dtype": "float32", **rollout, **changes})
-        assert str(caught.value) == told
     for others in ({"model.dtype": "bfloat16"}, {"rollout.min_new_tokens": 2}, {"rollout.engine": "continuous"}):
         PPOConfig.from_dict({"model.dtype": "float32"} | others | changes)
     monkeypatch.setattr(precision, "choose_for_device", lambda *_: (False, "as set here"))
     args = PPOConfig.from_dict({"model.dtype": "auto", "run.dir": str(tmp_path / "run")} | changes)
-    with pytest.raises(ConfigError) as caught:
+    with refused():
         PPOTrainer(args=args)
-    assert str(caught.value) == told
 
 
 def test_bounds_in_order():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"off_policy\.high is 2; it must be above off_policy\.low, 2"):
         PPOConfig.from_dict({"off_policy.correct": "mask", "off_policy.low": 2.0})
-    assert str(caught.value) == "off_policy.high is 2; it must be above off_policy.low, 2"
 
 
 def test_commands_that_only_sample_ask_for_no_other_logprobs():
@@ -242,16 +239,8 @@ def test_another_engine_in_float32_has_weights_of_1_up_to_rounding(tmp_path):
 def test_a_resumed_run_goes_on_with_the_same_weights_or_with_others(tmp_path):
     options = ["--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "8"]
     options += ["--rollout.top_p", "0.9", "--off_policy.correct", "clip", "--run.show_every", "0"]
-    options += [
-        "--critic.epochs",
-        "1",
-        "--critic.buffer",
-        "2",
-        "--ppo.minibatches",
-        "2",
-        "--optim.schedule",
-        "constant",
-    ]
+    options += ["--critic.epochs", "1", "--critic.buffer", "2", "--ppo.minibatches", "2"]
+    options += ["--optim.schedule", "constant"]
     whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
     assert main(["train", *options, "--run.iterations", "2", "--run.dir", whole]) == 0
     assert main(["train", *options, "--run.iterations", "1", "--run.dir", parts]) == 0
@@ -355,12 +344,8 @@ def test_an_interpolated_update_by_hand(tmp_path):
 
 def test_interpolation_needs_tokens_with_an_age():
     for rollout in ({}, {"rollout.engine": "continuous"}):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=r"off_policy\.proximal is interpolated, .*; set rollout\.max_age with"):
             PPOConfig.from_dict({"off_policy.proximal": "interpolated"} | rollout)
-        assert str(caught.value) == (
-            "off_policy.proximal is interpolated, by the age of tokens, and rollout.max_age is 0, so that all are of "
-            "age 0; set rollout.max_age with rollout.engine: continuous, or leave it out"
-        )
 
 
 def test_weights_of_an_interpolated_policy_need_tokens_of_age_2():

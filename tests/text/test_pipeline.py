@@ -106,7 +106,7 @@ def test_the_whole_reward_is_the_score_and_what_tokens_earned(tmp_path):
     assert scored.totals().tolist() == pytest.approx((2.0 + 0.5 * scored.rollout.mask.sum(1)).tolist())
 
 
-def test_what_is_not_finite_is_no_batch(tmp_path):
+def test_a_batch_with_a_non_finite_reward_is_unusable(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.pipeline.terms = [Term("odd", 1.0, lambda completions, **_: [float("nan")] * len(completions))]
     with pytest.raises(UnusableBatch, match="reward term 'odd' is nan") as caught:

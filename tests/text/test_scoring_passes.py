@@ -47,9 +47,7 @@ def load(folders, architecture, critic="shared", **changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("overhead", [0, 10_000])
 @torch.no_grad()
-def test_however_rows_are_cut_the_results_are_those_of_the_whole(
-    architecture, overhead, model_folders, rollout, monkeypatch
-):
+def test_micro_batches_do_not_change_log_probs_or_values(architecture, overhead, model_folders, rollout, monkeypatch):
     model = load(model_folders, architecture)
     whole = model(rollout.inputs(), temperature=TEMPERATURE)
     monkeypatch.setattr("tokencredit.learn.minibatches.PASS_OVERHEAD", overhead)
@@ -60,7 +58,7 @@ def test_however_rows_are_cut_the_results_are_those_of_the_whole(
 
 
 @torch.no_grad()
-def test_a_critic_with_a_trunk_of_its_own_says_the_same_here_as_in_training(architecture, model_folders, rollout):
+def test_values_of_a_separate_critic_equal_those_in_training(architecture, model_folders, rollout):
     model = load(model_folders, architecture, critic="separate")
     in_training = model(rollout.inputs(), temperature=TEMPERATURE).values
     torch.testing.assert_close(rollout_values(model, rollout, 30), in_training, atol=1e-5, rtol=1e-5)
@@ -91,7 +89,7 @@ def test_the_value_after_a_cut_is_that_of_the_text_read_so_far(critic, architect
 
 
 @torch.no_grad()
-def test_what_the_reference_says(model_folders, rollout):
+def test_reference_outputs_equal_those_of_the_reference_model(model_folders, rollout):
     policy, reference = load(model_folders, "llama"), ActorCritic(load(model_folders, "qwen3").lm)
     expected = reference(rollout.inputs(), temperature=TEMPERATURE).logprobs
 
@@ -123,7 +121,7 @@ def test_what_the_reference_says(model_folders, rollout):
 
 
 @torch.no_grad()
-def test_an_adapter_is_off_while_the_reference_speaks(model_folders, rollout):
+def test_the_adapter_is_off_in_the_reference_pass(model_folders, rollout):
     plain = load(model_folders, "llama")
     policy = load(model_folders, "llama", lora=LoraConfig(rank=2))
     for name, parameter in policy.lm.named_parameters():
@@ -135,7 +133,7 @@ def test_an_adapter_is_off_while_the_reference_speaks(model_folders, rollout):
     assert not torch.allclose(policy(rollout.inputs(), temperature=TEMPERATURE).logprobs, without)
 
 
-def test_no_reference_says_nothing(model_folders, rollout):
+def test_without_a_reference_its_outputs_are_empty(model_folders, rollout):
     policy = load(model_folders, "llama")
     assert reference_outputs(policy, None, rollout, KLConfig(), TEMPERATURE, None) == ReferenceOutputs()
 

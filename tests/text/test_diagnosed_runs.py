@@ -136,7 +136,7 @@ DISEASES = {
 
 
 @pytest.mark.parametrize("names", DISEASES)
-def test_an_illness_made_on_purpose_is_named(names, tmp_path, capsys):
+def test_a_run_with_a_known_fault_is_diagnosed(names, tmp_path, capsys):
     options = dict(DISEASES[names])
     run = RunConfig(
         dir=str(tmp_path / "run"), iterations=options.pop("iterations"), samples=1, trackers=[], show_every=0

@@ -9,7 +9,6 @@ import torch
 import tokencredit as tc
 from helpers.configs import text_config
 from tokencredit.errors import ConfigError
-from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.ppo_setup import check_batch_size
 
 ROWS = [{"prompt": "A film"}]
@@ -144,26 +143,3 @@ def test_every_process_has_a_prompt_to_sample_and_to_evaluate():
     assert str(caught.value).startswith("rollout.batch_size is 8; it must be at least 10, 5 processes")
     with pytest.raises(ConfigError, match=r"eval\.samples is 3; it must be at least 4, one per process"):
         check_batch_size(args, 4)
-
-
-def test_a_callback_method_of_another_signature_is_refused():
-    def wrong(event, method):
-        return type("Mine", (tc.Callback,), {event: method})()
-
-    for event, method, told in (
-        ("before_rollout", lambda self: None, "takes self, trainer"),
-        ("after_rollout", lambda self, trainer: None, "takes self, trainer, rollout"),
-        ("after_rollout", lambda self, trainer, batch: None, "takes self, trainer, rollout"),
-        ("after_iteration", lambda self, trainer, metrics: None, "takes self, trainer, metrics, samples"),
-        ("after_update", lambda self, trainer, metrics, more: None, "takes self, trainer, metrics"),
-        ("after_update", 3, "which is 3; it must be a method"),
-    ):
-        with pytest.raises(ConfigError, match=rf"callbacks\[0\] \(Mine\) has .*{event}.*{told}$"):
-            check_callbacks([wrong(event, method)])
-    for event, method in (
-        ("after_rollout", lambda self, trainer, **results: None),
-        ("after_iteration", lambda self, trainer, samples, metrics, more=None: None),
-        ("before_update", lambda self, *args: None),
-        ("before_update", None),
-    ):
-        check_callbacks([wrong(event, method)])

@@ -38,12 +38,8 @@ def test_settings_choose_the_objective():
 
 
 def test_gspo_needs_a_clip_range_of_its_own():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"ppo\.clip is 0\.2, and ppo\.loss is gspo, .* such as ppo\.clip: 0\.0003"):
         PPOConfig.from_dict({"ppo.loss": "gspo"})
-    assert str(caught.value) == (
-        "ppo.clip is 0.2, and ppo.loss is gspo, whose mean ratio of a completion hardly moves that far; it must be "
-        "below 0.2, such as ppo.clip: 0.0003 with ppo.clip_high: 0.0004"
-    )
 
 
 def test_gspo_without_its_papers_reduction_is_said():

@@ -87,7 +87,7 @@ def test_training_moves_policy_and_critic_and_not_the_reference(run):
     assert trainer.policy.critic.head[-1].weight.abs().sum() > 0
 
 
-def test_a_sample_adds_up(run):
+def test_the_columns_of_a_sample_agree(run):
     folder, trainer, _ = run
     samples = read_jsonl(folder / "samples.jsonl")
     assert [s["iteration"] for s in samples] == [1, 1, 1, 2, 2, 2]
@@ -172,7 +172,7 @@ def test_the_ratio_is_1_at_the_first_minibatch(model, dtype, model_folders, tmp_
 
 
 @pytest.mark.slow
-def test_without_a_price_there_is_no_reference(tmp_path):
+def test_kl_coef_0_loads_no_reference(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=KLConfig(coef=0.0)))
     summary = trainer.train()
     assert trainer.reference is None
@@ -182,7 +182,7 @@ def test_without_a_price_there_is_no_reference(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_every_estimator_by_its_name(estimator, tmp_path):
+def test_every_estimator_gives_finite_advantages(estimator, tmp_path):
     args = small(
         tmp_path / "run",
         advantage=AdvantageConfig(estimator=estimator),
@@ -257,7 +257,7 @@ def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_stops_when_it_is_good_enough(tmp_path):
+def test_a_run_stops_at_the_reward_of_stop_reward(tmp_path):
     run = RunConfig(dir=str(tmp_path / "run"), iterations=9)
     summary = PPOTrainer(args=small(tmp_path / "run", run=run, stop=StopConfig(reward=-1.0, patience=2))).train()
     assert summary["iterations"] == 2
@@ -453,7 +453,7 @@ def test_scores_are_normalised_as_asked(normalize, shift, tmp_path):
     assert float(paid.mean()) == pytest.approx(0 if shift else float(scores.mean()), abs=1e-4)
 
 
-def test_dense_rewards_are_paid_where_they_stand(tmp_path):
+def test_dense_rewards_stay_at_their_tokens(tmp_path):
     def places(completions, completion_ids, **columns):
         return [[float(place) for place in range(len(ids))] for ids in completion_ids]
 
@@ -473,7 +473,7 @@ def test_the_model_card_says_what_was_trained(run):
 
 
 @pytest.mark.slow
-def test_a_hub_that_cannot_be_reached_costs_nothing(tmp_path):
+def test_an_unreachable_hub_keeps_the_trained_policy(tmp_path):
     run = RunConfig(dir=str(tmp_path / "run"), iterations=1, push_to_hub="not/a/name")
     with pytest.raises(RunStopped, match=r"could not upload to run\.push_to_hub 'not/a/name'.*the policy is in"):
         PPOTrainer(args=small(tmp_path / "run", run=run)).train()
@@ -523,7 +523,7 @@ def assert_same(run, other_run):
 
 
 @pytest.mark.slow
-def test_however_passes_are_cut_a_run_is_the_same(tmp_path, monkeypatch):
+def test_splitting_passes_does_not_change_a_run(tmp_path, monkeypatch):
     runs = []
     for overhead in (0, 10**6):
         monkeypatch.setattr("tokencredit.learn.minibatches.PASS_OVERHEAD", overhead)
@@ -578,7 +578,7 @@ def odd_in(iterations, bad, honest):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_rewards_that_are_not_finite_stop_the_run_and_keep_what_was_earned(bad, tmp_path, monkeypatch):
+def test_non_finite_rewards_stop_the_run_and_keep_the_policy(bad, tmp_path, monkeypatch):
     monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 2)
     run = tmp_path / "run"
     trainer = PPOTrainer(args=small(run, run=RunConfig(dir=str(run), iterations=9)))
@@ -638,7 +638,7 @@ def test_a_loss_that_is_not_finite_names_the_text_and_leaves_the_weights_alone(t
 
 
 @pytest.mark.slow
-def test_a_policy_that_says_nothing_finite_any_more_stops_the_run(tmp_path):
+def test_a_policy_with_non_finite_outputs_stops_the_run(tmp_path):
     """Its weights are finite, but what they make of a text is not."""
     trainer = PPOTrainer(args=small(tmp_path / "run", run=RunConfig(dir=str(tmp_path / "run"), iterations=9)))
 
@@ -656,7 +656,7 @@ def test_a_policy_that_says_nothing_finite_any_more_stops_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_not_finite_costs_one_step(tmp_path):
+def test_a_non_finite_gradient_skips_one_step(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run"))
     weight = trainer.policy.critic.head[-1].weight
     seen = []
