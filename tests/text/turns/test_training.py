@@ -1,7 +1,10 @@
 """Runs of several turns: what a trainer makes of the episodes."""
 
 import json
+import sys
+import threading
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from tokencredit.settings.source import read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, EvalConfig, KLConfig, UpdateConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.text.turns.builtin.calculator import Calculator
 
 
 def config(folder, iterations=1, **groups):
@@ -320,3 +324,54 @@ def test_a_column_of_prompts_that_episodes_would_lose_is_refused(row, message, t
     args = from_python(tmp_path / "run", prompts=PromptsConfig(column="question"))
     with pytest.raises(ConfigError, match=message):
         PPOTrainer(args=args, environment_factory=Dice, train_dataset=[row])
+
+
+def misbehave(kind, over):
+    """Fail in one of several ways."""
+    if kind == "raise":
+        raise ValueError("out of order\x1b[2J")
+    if kind == "exit":
+        sys.exit(1)
+    if kind == "hang":
+        over.wait()
+    if kind == "recurse":
+        return misbehave(kind, over)
+    return {"long": "x " * 5 * 10**6, "half": "\ud800 <|im_end|>", "number": 3}.get(kind)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_whatever_its_tools_do(tmp_path):
+    kinds, over = ("raise", "exit", "hang", "recurse", "long", "half", "number", "nothing"), threading.Event()
+
+    class OutOfOrder(Calculator):
+        def reset(self, seed, **row):
+            self.kind = kinds[seed % len(kinds)]
+            return super().reset(seed, **row)
+
+        @wraps(Calculator.calculate)
+        def calculate(self, expression):
+            return misbehave(self.kind, over)
+
+        @wraps(Calculator.answer)
+        async def answer(self, number):
+            return misbehave(self.kind, over) if self.kind != "hang" else self.kind
+
+        async def get_reward(self):
+            return float(len(self.kind))
+
+    args = config(
+        tmp_path / "run",
+        iterations=2,
+        model=ModelConfig(name="builtin:calculator", dtype="float32"),
+        rollout=RolloutConfig(batch_size=16, max_new_tokens=200),
+        env=EnvironmentConfig(timeout=0.3, observation_tokens=32, max_turns=4),
+    )
+    args = replace(args, run=replace(args.run, samples=16))
+    PPOTrainer(args=args, environment_factory=OutOfOrder).train()
+    over.set()
+    metrics = read_metrics(tmp_path / "run")
+    assert len(metrics) == 2
+    assert all(row["steps"] > 0 and row["env/calls"] > 0 for row in metrics)
+    assert {sample["ending"] for sample in samples(tmp_path / "run")} <= {"answer", "max_turns", "length"}
+    turns = [turn for sample in samples(tmp_path / "run") for turn in sample["turns"]]
+    assert {problem for turn in turns for problem in turn.get("problems", ())} >= {"failed", "timeout", "cut"}

@@ -124,33 +124,27 @@ def test_an_id_of_a_call_is_the_answers():
     assert begun.reply(turn).observation[0]["tool_call_id"] == "abc123"
 
 
+BLOCKS = [{"type": "text", "text": "2 + 3?"}]
+
+
 @pytest.mark.parametrize(
-    ("added", "content"),
+    ("content", "added", "expected"),
     [
-        (" Now.", "2 + 3? Now."),
-        ("", "2 + 3?"),
-        ([{"type": "text", "text": "!"}], "2 + 3?!"),
-        ("\ud800", "2 + 3?\ufffd"),
+        ("2 + 3?", " Now.", "2 + 3? Now."),
+        ("2 + 3?", "", "2 + 3?"),
+        ("2 + 3?", [{"type": "text", "text": "!"}], "2 + 3?!"),
+        ("2 + 3?", "\ud800", "2 + 3?\ufffd"),
+        (BLOCKS, " Now.", [*BLOCKS, {"type": "text", "text": " Now."}]),
     ],
 )
-def test_a_text_of_reset_is_appended_to_the_last_message(added, content):
+def test_a_text_of_reset_is_appended_to_the_last_message(content, added, expected):
     class Adding(Calculator):
         def reset(self, **row):
             return added
 
-    row = {"prompt": [dict(message) for message in ASKED]}
-    assert episode(Adding, row=row)[1] == [ASKED[0], {"role": "user", "content": content}]
-    assert row["prompt"] == ASKED, "the data set's row is not touched"
-
-
-def test_a_text_of_reset_beside_text_blocks():
-    class Adding(Calculator):
-        def reset(self, **row):
-            return " Now."
-
-    blocks = [{"type": "text", "text": "2 + 3?"}]
-    _, prompt = episode(Adding, row={"prompt": [{"role": "user", "content": blocks}]})
-    assert prompt[0]["content"] == [*blocks, {"type": "text", "text": " Now."}]
+    row = {"prompt": [ASKED[0], {"role": "user", "content": content}]}
+    assert episode(Adding, row=row)[1] == [ASKED[0], {"role": "user", "content": expected}]
+    assert row["prompt"] == [ASKED[0], {"role": "user", "content": content}], "the data set's row is not touched"
 
 
 def test_keys_that_are_none_are_left_out_of_a_prompt():
@@ -286,73 +280,60 @@ def trouble(over):
         def __str__(self):
             raise ValueError("no text")
 
-    def raises() -> str:
-        """Raise."""
+    def raises():
         raise ValueError("out of\norder")
 
-    async def raises_later() -> str:
-        """Raise."""
-        raise ValueError("out of\norder")
+    async def raises_later():
+        raises()
 
-    def leaves() -> str:
-        """Exit."""
+    def leaves():
         sys.exit(3)
 
-    def escapes() -> str:
-        """Raise something that is no Exception."""
+    def escapes():
         raise type("Escaping", (BaseException,), {})("out")
 
-    async def leaves_later() -> str:
-        """Exit."""
+    async def leaves_later():
         sys.exit(3)
 
-    def interrupts() -> str:
-        """Interrupt."""
+    def interrupts():
         raise KeyboardInterrupt
 
-    def recurses() -> str:
-        """Recurse."""
+    def recurses():
         return recurses()
 
-    def nests() -> str:
-        """Return a deep list."""
+    def nests():
         inner = []
         for _ in range(10**5):
             inner = [inner]
         return inner
 
-    def hangs() -> str:
-        """Hang."""
+    def hangs():
         over.wait()
 
-    async def hangs_later() -> str:
-        """Hang."""
+    async def hangs_later():
         await asyncio.sleep(3600)
 
-    def long() -> str:
-        """Answer at length."""
+    def long():
         return "x" * 10**7
 
-    def half() -> str:
-        """Answer half a character."""
+    def half():
         return "a\ud800b\0c"
 
-    def nothing() -> str:
-        """Answer nothing."""
+    def nothing(): ...
 
-    def unprintable() -> str:
-        """Answer an object."""
+    def unprintable():
         return Unprintable()
 
-    def blocks() -> str:
-        """Answer text blocks."""
+    def blocks():
         return [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
 
-    def coroutine() -> str:
-        """Answer a coroutine."""
+    def coroutine():
         return raises_later()
 
-    return {name: tool for name, tool in locals().items() if callable(tool) and name != "Unprintable"}
+    tools = {name: tool for name, tool in locals().items() if callable(tool) and name != "Unprintable"}
+    for tool in tools.values():
+        tool.__doc__ = "A tool."
+    return tools
 
 
 @pytest.mark.parametrize(
