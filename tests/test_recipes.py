@@ -18,11 +18,8 @@ AGENTS = sorted(
 """Recipes that name an environment: runs as they stand, and sweeps."""
 
 
-def test_there_are_sweeps():
+def test_recipes_of_both_kinds_are_found():
     assert SWEEPS
-
-
-def test_there_are_agents():
     assert len(AGENTS) == 9
 
 

@@ -33,7 +33,7 @@ MIN_CHUNK = 128
 """Fewest tokens per chunk, however large the vocabulary: each chunk reads the whole projection once more."""
 
 
-class ProjectionOptions(TypedDict, total=False):
+class _ProjectionOptions(TypedDict, total=False):
     """How the functions below form logits, and at which tokens; described in `token_logprobs`."""
 
     bias: Tensor | None
@@ -49,7 +49,7 @@ def token_logprobs(
     targets: Tensor,
     *,
     entropy: bool = False,
-    **projection: Unpack[ProjectionOptions],
+    **projection: Unpack[_ProjectionOptions],
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target and, on request, the entropy of its distribution.
 
@@ -87,7 +87,7 @@ def token_kl(
     ref_weight: Tensor,
     *,
     ref_bias: Tensor | None = None,
-    **projection: Unpack[ProjectionOptions],
+    **projection: Unpack[_ProjectionOptions],
 ) -> Tensor:
     """Exact KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)) at each token, over the whole vocabulary, in nats.
 
@@ -120,7 +120,7 @@ def token_stats(
     *,
     ref: Linear | None = None,
     entropy: bool = False,
-    **projection: Unpack[ProjectionOptions],
+    **projection: Unpack[_ProjectionOptions],
 ) -> TokenStats:
     """Log-probability, entropy and exact KL from one projection, for a loss that needs more than one of them.
 
@@ -143,7 +143,7 @@ def token_loss(
     entropy: bool = False,
     additive: bool = True,
     support: Tensor | None = None,
-    **projection: Unpack[ProjectionOptions],
+    **projection: Unpack[_ProjectionOptions],
 ) -> tuple[Tensor, TokenStats]:
     """A loss of the statistics of `token_stats`, with its gradient formed in the forward pass.
 

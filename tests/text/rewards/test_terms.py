@@ -106,13 +106,8 @@ def shout(prompts, completions, factor=Settings().factor, **columns):
 def test_functions_of_a_file(tmp_path):
     file = tmp_path / "math.py"  # hides no module of that name, and is hidden by none
     file.write_text(FILE)
-    terms = build_terms(
-        [
-            FunctionTerm(function=f"{file}:shout"),
-            FunctionTerm(function=f"{file}:shout", kwargs={"factor": 3}, name="b"),
-        ],
-        "cpu",
-    )
+    tripled = FunctionTerm(function=f"{file}:shout", kwargs={"factor": 3}, name="b")
+    terms = build_terms([FunctionTerm(function=f"{file}:shout"), tripled], "cpu")
     assert [term.name for term in terms] == ["shout", "b"]
     assert rate(terms, ["", ""], ["oh!", "oh"]).terms == {"shout": [2.0, 0.0], "b": [3.0, 0.0]}
     assert rate(terms[1:], ["", ""], ["oh!", "oh"], factor=[7, 7]).totals == [3.0, 0.0]  # settings before columns
@@ -121,23 +116,17 @@ def test_functions_of_a_file(tmp_path):
 
 
 def test_a_function_of_a_module():
-    terms = build_terms([FunctionTerm(function="json:dumps")], "cpu")
-    assert terms[0].function is json.dumps
-    assert terms[0].name == "dumps"
+    (term,) = build_terms([FunctionTerm(function="json:dumps")], "cpu")
+    assert (term.name, term.function) == ("dumps", json.dumps)
 
 
 def test_reward_functions_of_python_become_terms():
     def mine(completions):
         return [1.0] * len(completions)
 
-    given = [mine, partial(rate_by, factor=2), count("."), Term("other", 0.5, model_free)]
-    terms = as_terms(given)
-    assert [(t.name, t.weight) for t in terms] == [
-        ("mine", 1.0),
-        ("rate_by", 1.0),
-        ("count", 1.0),
-        ("other", 0.5),
-    ]
+    terms = as_terms([mine, partial(rate_by, factor=2), count("."), Term("other", 0.5, model_free)])
+    names = {"mine": 1.0, "rate_by": 1.0, "count": 1.0, "other": 0.5}
+    assert [(term.name, term.weight) for term in terms] == list(names.items())
 
 
 def rate_by(prompts, completions, factor, **columns):

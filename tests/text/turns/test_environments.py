@@ -96,7 +96,7 @@ def names(tools):
     return [tool.__name__ for tool in tools]
 
 
-def test_from_files(file):
+def test_an_environment_and_a_tool_are_loaded_from_a_file(file):
     runs = load([f"{file}:search"], factory=f"{file}:Words", kwargs={"level": 2})
     assert (runs.name, names(runs.tools)) == ("Words", ["search", "upper"])
     assert (runs.needs_tools, runs.conversational, runs.pays) == (True, True, True)
@@ -112,7 +112,7 @@ def test_an_environment_with_step_has_no_tools(file):
     assert (runs.name, runs.tools, runs.needs_tools, runs.conversational, runs.pays) == ("Steps", [], False, None, True)
 
 
-def test_functions_alone(file):
+def test_tools_without_an_environment_need_prompts(file):
     runs = load([f"{file}:search"])
     assert (runs.name, names(runs.tools), runs.pays, runs.terms()) == ("search", ["search"], False, [])
     runs.check_columns(["prompt", "anything"])
@@ -142,7 +142,7 @@ def test_a_dict_of_factories_is_selected_by_the_column(file):
         (["environment"], [["a"]], "the column 'environment' is "),
     ],
 )
-def test_rows_that_select_no_environment(columns, values, problem):
+def test_rows_that_select_no_environment_are_refused(columns, values, problem):
     runs = environments({"a": Steps, "b": Tools})
     with pytest.raises(ConfigError, match=problem.replace("[", r"\[")):
         runs.check_columns(columns, values)
@@ -290,7 +290,7 @@ def test_a_tool_may_be_called_step():
     assert names(environments(StepsOfTools).tools) == ["echo", "step"]
 
 
-def test_a_factory_that_hangs():
+def test_a_factory_that_hangs_is_refused():
     over = threading.Event()
     with pytest.raises(ConfigError, match=r"environment_factory took longer than env\.timeout, 0\.05 s, to create"):
         environments(lambda: over.wait() and Tools(), timeout=0.05)
@@ -322,7 +322,7 @@ class Nothing(Tools):
         (Steps, ["a"]),
     ],
 )
-def test_columns_that_reset_takes(factory, columns):
+def test_columns_that_reset_takes_pass(factory, columns):
     environments(factory).check_columns(columns)
 
 
@@ -335,7 +335,7 @@ def test_columns_that_reset_takes(factory, columns):
         (Seeded, [], "does not take seed: missing a required argument: 'prompt'"),
     ],
 )
-def test_columns_that_reset_does_not_take(factory, columns, problem):
+def test_columns_that_reset_does_not_take_are_refused(factory, columns, problem):
     with pytest.raises(ConfigError, match=f"environment_factory: .*{problem}.*by name, or "):
         environments(factory).check_columns(columns)
 
@@ -351,27 +351,27 @@ def test_columns_that_reset_does_not_take(factory, columns, problem):
         ("{file}:NUMBER", "NUMBER is 3; it must be a class, or a function that returns an environment"),
     ],
 )
-def test_a_setting_that_names_no_environment(file, factory, problem):
+def test_a_setting_that_names_no_environment_is_refused(file, factory, problem):
     with pytest.raises(ConfigError) as raised:
         load(factory=factory.format(file=file))
     assert problem in str(raised.value)
 
 
-def test_arguments_that_the_factory_does_not_take(file):
+def test_arguments_that_the_factory_does_not_take_are_refused(file):
     with pytest.raises(ConfigError, match=r"env\.factory .*my\.py:Words: kwargs has 'depth', which .* it takes level"):
         load(factory=f"{file}:Words", kwargs={"depth": 2})
     with pytest.raises(ConfigError, match=r"env\.kwargs is given, and this takes no arguments"):
         load(factory=f"{file}:BOTH", kwargs={"depth": 2})
 
 
-def test_a_setting_that_names_no_tool(file):
+def test_a_setting_that_names_no_tool_is_refused(file):
     with pytest.raises(ConfigError, match=r"tools\[1\]: .* has no 'serch'; did you mean 'search'\?"):
         load([f"{file}:search", f"{file}:serch"])
     with pytest.raises(ConfigError, match=r"tools\[0\]: there is no tool file 'nowhere\.py'"):
         load(["nowhere.py:search"])
 
 
-def test_environments_and_tools_given_twice(file):
+def test_environments_and_tools_given_twice_are_refused(file):
     with pytest.raises(ConfigError, match="environment_factory is given, and an environment in env"):
         load_environments(EnvironmentConfig(factory="builtin:grid"), [], factory=Steps)
     with pytest.raises(ConfigError, match="tools are given as an argument and as a setting"):
