@@ -1,5 +1,7 @@
-"""Arguments of `PPOTrainer` of a wrong kind are refused in one message, before anything is loaded."""
+"""Arguments of `PPOTrainer` of a wrong kind are refused before anything is loaded; the lines before a run."""
 
+import json
+from copy import deepcopy
 from dataclasses import replace
 
 import peft
@@ -9,7 +11,9 @@ import torch
 import tokencredit as tc
 from helpers.configs import text_config
 from tokencredit.errors import ConfigError
-from tokencredit.text.ppo_setup import check_batch_size
+from tokencredit.settings.data import RewardTerm
+from tokencredit.text.ppo_setup import check_batch_size, source
+from tokencredit.text.rewards.texts import last_message
 
 ROWS = [{"prompt": "A film"}]
 
@@ -143,3 +147,95 @@ def test_every_process_has_a_prompt_to_sample_and_to_evaluate():
     assert str(caught.value).startswith("rollout.batch_size is 8; it must be at least 10, 5 processes")
     with pytest.raises(ConfigError, match=r"eval\.samples is 3; it must be at least 4, one per process"):
         check_batch_size(args, 4)
+
+
+CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
+QUESTIONS = ["How was the film?", "And the plot?", "Who acted " + "so very " * 20 + "well?"]
+
+
+def summarized(folder, **settings):
+    base = {"model.dtype": "float32", "rollout.batch_size": 4, "rollout.max_new_tokens": 4, "ppo.minibatches": 1}
+    base |= {"run.dir": str(folder), "run.iterations": 1, "run.trackers": [], "run.show_every": 1}
+    return tc.PPOConfig.from_dict(base | settings)
+
+
+def lines(trainer):
+    return list(trainer.overview())
+
+
+def test_the_defaults_in_a_few_lines(tmp_path):
+    policy = tc.PPOTrainer(args=summarized(tmp_path / "run"))
+    size = sum(p.numel() for p in policy.policy.lm.parameters()) / 1e6
+    assert lines(policy) == [
+        ("model", f"builtin:reviews, {size:.3g} million parameters"),
+        ("prompts", "1: This movie was really"),
+        ("reward", "P(NEGATIVE) of builtin:reviews"),
+        ("device", f"{policy.processes.device}, float32"),
+        ("run", f"{tmp_path / 'run'}, 1 iterations of 4 completions"),
+    ]
+
+
+def test_an_adapter_prompts_of_a_file_and_several_terms(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS))
+    terms = [{"classifier": "builtin:reviews", "output": "logit"}, {"function": "repetition", "weight": -0.5}]
+    settings = {"model.lora.rank": 2, "prompts.dataset": str(file), "prompts.shuffle": False, "reward": terms}
+    trainer = tc.PPOTrainer(args=summarized(tmp_path / "run", **settings))
+    told = lines(trainer)
+    trained = sum(p.numel() for p in trainer.policy.lm.parameters() if p.requires_grad)
+    assert told[0][1].endswith(f"million parameters, {trained:,} trained")
+    assert told[1] == ("prompts", f"3 of {str(file)!r}; the first: How was the film?")
+    assert told[2:4] == [("reward", "logit of NEGATIVE of builtin:reviews"), ("reward", "-0.5 × repetition")]
+
+
+def test_terms_from_python_have_their_names(tmp_path):
+    def brief(completions, **columns):
+        return [-float(len(text)) for text in completions]
+
+    trainer = tc.PPOTrainer(args=summarized(tmp_path / "run"), reward_funcs=[brief, tc.Term("rhymes", 2.0, brief)])
+    assert [text for label, text in lines(trainer) if label == "reward"] == ["brief", "2 × rhymes"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"classifier": "a/b", "label": "GOOD"}, "P(GOOD) of a/b"),
+        ({"classifier": "a/b", "label": "GOOD", "output": "log_odds"}, "log-odds of GOOD of a/b"),
+        ({"function": "rewards.py:brief"}, "rewards.py:brief"),
+        ({"reward_model": "a/c"}, "reward model a/c"),
+    ],
+)
+def test_the_source_of_each_kind_of_term(settings, text):
+    assert source(RewardTerm.read(settings)) == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("A film", "A film"),
+        ([{"role": "user", "content": "One"}, {"role": "assistant", "content": "Two"}], "One"),
+        ([{"role": "user", "content": [{"type": "text", "text": "One"}]}], "One"),
+        ([{"role": "system", "content": "Be brief."}], "Be brief."),
+    ],
+)
+def test_the_last_message(prompt, shown):
+    assert last_message(prompt) == shown
+
+
+@pytest.mark.slow
+def test_a_conversation_is_recorded_and_shown_by_its_last_user_message(tmp_path, tokenizer, capsys):
+    chatty = deepcopy(tokenizer)
+    chatty.chat_template = CHAT
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
+    args = summarized(tmp_path / "run", **{"prompts.shuffle": False})
+    tc.PPOTrainer(args=args, processing_class=chatty, train_dataset=rows).train()
+    out = capsys.readouterr().out
+    assert "prompts  3 of train_dataset; the first: How was the film?" in out.splitlines()
+    assert "[user]" not in out
+    assert "How was the film? → " in out
+    kept = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [sample["message"] for sample in kept] == [*QUESTIONS, QUESTIONS[0]]
+    assert kept[0]["prompt"] == "[user] How was the film?\n[assistant]"
+    assert tc.read_run(tmp_path / "run").samples[0]["message"] == QUESTIONS[0]
+    assert f"tokencredit generate {tmp_path / 'run'}" in out
+    assert "tokencredit audit" not in out, "which would not find the rows from Python"

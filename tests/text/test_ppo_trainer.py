@@ -42,7 +42,7 @@ def run(tmp_path_factory):
     return folder, trainer, trainer.train()
 
 
-def test_a_run_leaves_its_files(run):
+def test_a_run_leaves_its_files_and_a_summary_of_its_metrics(run):
     folder, _, summary = run
     assert {p.name for p in folder.iterdir()} == {
         ".lock",
@@ -59,12 +59,8 @@ def test_a_run_leaves_its_files(run):
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["iterations"] == 2
     assert summary["stopped_by"] == "iterations"
-    assert [m["iteration"] for m in read_metrics(folder)] == [1, 2]
-
-
-def test_the_summary_is_that_of_the_metrics(run):
-    folder, _, summary = run
     metrics = read_metrics(folder)
+    assert [m["iteration"] for m in metrics] == [1, 2]
     assert summary["reward_first"] == metrics[0]["reward"]
     assert summary["reward_last"] == metrics[1]["reward"]
     assert summary["kl_last"] == metrics[1]["kl"]
@@ -676,15 +672,17 @@ def test_a_non_finite_gradient_skips_one_step(tmp_path):
     assert any("gradient is not finite; the step was skipped" in event for event in events)
 
 
-def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.trackers has wandb, which is not installed: pip install wandb"):
-        PPOTrainer(args=small(tmp_path / "run", run=RunConfig(trackers=["wandb"])))
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_mistake_leaves_no_folder_behind(tmp_path):
-    with pytest.raises(ConfigError):
-        PPOTrainer(args=small(tmp_path / "run", reward=[ClassifierTerm(classifier="builtin:reviews", label="BAD")]))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": [ClassifierTerm(classifier="builtin:reviews", label="BAD")]}, "BAD"),
+        ({"run": {"trackers": ["wandb"]}}, r"run\.trackers has wandb, which is not installed: pip install wandb"),
+    ],
+)
+def test_a_refused_setting_leaves_no_folder(changes, message, tmp_path):
+    run = RunConfig(dir=str(tmp_path / "run"), **changes.get("run", {}))
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(args=small(tmp_path / "run", **changes | {"run": run}))
     assert not (tmp_path / "run").exists()
 
 
