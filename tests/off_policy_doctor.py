@@ -201,7 +201,7 @@ def main(cases: Sequence[Case] = CASES) -> int:
             named = {finding.name for finding in diagnose(rows, config)} & {HALF, CUT, OLD}
             good = named == (set() if case.fault is None else {case.fault})
             wrong += not good
-            now = Evidence(rows, config)
+            now = Evidence(rows, config, ended=True)
             figures = {"distance": engine_distance(now)} | {x: now.last(x) for x in ("behavior_ratio", "age_mean")}
             numbers = "  ".join(f"{name} {x:8.2g}" for name, x in figures.items())
             engine = "" if case.engine is None else case.engine.__name__

@@ -6,8 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tokencredit.runs.diagnosis import diagnose, no_finding
-from tokencredit.runs.diagnosis.evidence import CHECKS
+from tokencredit.runs.diagnosis import CHECKS, diagnose, no_finding
 from tokencredit.runs.summary import History
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
@@ -237,7 +236,7 @@ def test_around_the_policy_that_drew_no_first_ratio_has_to_be_1():
 
 def test_every_check_has_its_disease():
     others = {"still_warming", "truncated_support"}  # of other settings, in tests of their own
-    assert {check.__name__ for check, _ in CHECKS} == {*DISEASES, *others}
+    assert {check.__name__ for _, check in CHECKS} == {*DISEASES, *others}
 
 
 def test_a_warm_up_longer_than_the_run():

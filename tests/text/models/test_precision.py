@@ -51,14 +51,10 @@ def test_auto_is_bfloat16_on_cpus_with_instructions_for_it(flags, expected, reas
     assert chosen.notes == [f"model.dtype auto: {expected}, since this CPU {reason}"]
 
 
-@pytest.mark.parametrize("file", ["choices.json", "config.yaml"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_keeps_what_it_chose_also_one_of_a_version_that_wrote_it_into_its_configuration(
-    dtype, file, tmp_path, monkeypatch
-):
+def test_a_resumed_run_keeps_the_dtype_that_auto_chose(dtype, tmp_path, monkeypatch):
     capabilities(monkeypatch, amx_bf16=dtype == "float32")
-    old = {"model": {"dtype": dtype}}
-    (tmp_path / file).write_text(json.dumps({"model.dtype": dtype} if file == "choices.json" else old))
+    (tmp_path / "choices.json").write_text(json.dumps({"model.dtype": dtype}))
     chosen = choose_precision("auto", Processes(), tmp_path)
     assert chosen.dtype == dtype
     assert chosen.choices == {"model.dtype": dtype}

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from tokencredit.runs.diagnosis import critic_checks, policy_checks, reward_checks  # noqa: F401  (they register)
-from tokencredit.runs.diagnosis.evidence import CHECKS, SETTLED, Evidence, Finding
+from tokencredit.runs.diagnosis.critic_checks import CRITIC_CHECKS
+from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
+from tokencredit.runs.diagnosis.policy_checks import POLICY_CHECKS
+from tokencredit.runs.diagnosis.reward_checks import REWARD_CHECKS
 from tokencredit.settings.run_kind import OFFLINE, run_kind_of
 
-__all__ = ["Finding", "diagnose", "no_finding"]
+__all__ = ["CHECKS", "Finding", "diagnose", "no_finding"]
+
+CHECKS = (*CRITIC_CHECKS, *POLICY_CHECKS, *REWARD_CHECKS)
+"""All checks with the weights of their findings."""
 
 
 def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, ended: bool = True) -> list[Finding]:
@@ -20,11 +26,14 @@ def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *,
         config: the run's configuration in plain dicts.
         ended: true for a whole run; some checks need its end.
     """
-    evidence = Evidence(metrics, config)
+    evidence = Evidence(metrics, config, ended)
     if not len(evidence) or evidence.run_kind in OFFLINE:
         return []
-    found = [check(evidence) for check, final in CHECKS if ended or not final]
-    return sorted(filter(None, found), key=lambda finding: -finding.weight)
+    findings = []
+    for weight, check in CHECKS:
+        if finding := check(evidence):
+            findings.append(replace(finding, name=check.__name__, weight=weight))
+    return sorted(findings, key=lambda finding: -finding.weight)
 
 
 def no_finding(config: Mapping[str, Any], iterations: int) -> str:

@@ -6,7 +6,7 @@ Those of audits test the bound of an interval, not its middle, so that chance gi
 from __future__ import annotations
 
 from tokencredit.audit.verdict import NOISY
-from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding, check
+from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
 
 FLAT = 0.3
 """Standard deviation of a critic's values relative to the true values, below which it is flat. Measured: `make
@@ -40,7 +40,6 @@ def _of_gae(run: Evidence) -> str:
     return " with advantage.estimator: gae" if run.setting("advantage.estimator") in ("td", "monte_carlo") else ""
 
 
-@check(50)
 def explained_variance(run: Evidence) -> Finding | None:
     """The critic is worse than a constant."""
     if len(run) < SETTLED or not run.mean("explained_variance", slice(-SETTLED, None)) < 0:
@@ -54,7 +53,6 @@ def explained_variance(run: Evidence) -> Finding | None:
     )
 
 
-@check(52)
 def pretraining(run: Evidence) -> Finding | None:
     """The critic learned nothing in pretraining."""
     batches, explained = run.first("pretrain/batches"), run.first("pretrain/explained_variance")
@@ -69,7 +67,6 @@ def pretraining(run: Evidence) -> Finding | None:
     )
 
 
-@check(65)
 def value_loss(run: Evidence) -> Finding | None:
     """The value loss keeps growing."""
     if len(run) < SETTLED:
@@ -86,7 +83,6 @@ def value_loss(run: Evidence) -> Finding | None:
     )
 
 
-@check(58)
 def critic_worse(run: Evidence) -> Finding | None:
     """The critic's values are further from the truth than their own mean."""
     name = "audit/explained_variance_high"
@@ -101,7 +97,6 @@ def critic_worse(run: Evidence) -> Finding | None:
     )
 
 
-@check(56)
 def critic_flat(run: Evidence) -> Finding | None:
     """The critic predicts nearly the same value for states whose true values differ."""
     name = "audit/spread_high"
@@ -116,7 +111,6 @@ def critic_flat(run: Evidence) -> Finding | None:
     )
 
 
-@check(54)
 def lam_low(run: Evidence) -> Finding | None:
     """A higher λ would correlate better with the truth."""
     name, lam = "audit/raise_lam", _lam(run)
@@ -131,7 +125,6 @@ def lam_low(run: Evidence) -> Finding | None:
     )
 
 
-@check(28)
 def lam_high(run: Evidence) -> Finding | None:
     """A lower λ would correlate better with the truth."""
     name, lam = "audit/lower_lam", _lam(run)
@@ -144,3 +137,15 @@ def lam_high(run: Evidence) -> Finding | None:
         "least that much: the critic predicts better than the sampled returns.",
         f"lower advantage.lam{_of_gae(run)}",
     )
+
+
+CRITIC_CHECKS: tuple[tuple[int, Check], ...] = (
+    (50, explained_variance),
+    (52, pretraining),
+    (65, value_loss),
+    (58, critic_worse),
+    (56, critic_flat),
+    (54, lam_low),
+    (28, lam_high),
+)
+"""Each check and the weight of its finding."""

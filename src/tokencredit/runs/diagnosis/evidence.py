@@ -1,11 +1,10 @@
-"""Metrics and settings of a run for the checks, the findings that they return, and the table of checks."""
+"""Metrics and settings of a run for the checks, and the findings that they return."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -30,7 +29,7 @@ class Finding:
     meaning: str
     advice: str
     name: str = ""
-    """That of its check."""
+    """That of its check, a function."""
     weight: int = 0
     """Importance; above 80, the run's other numbers cannot be trusted."""
 
@@ -42,8 +41,8 @@ class Finding:
 class Evidence:
     """Metrics of the iterations so far, by column."""
 
-    def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]):
-        self.metrics, self.config = metrics, config
+    def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], ended: bool):
+        self.metrics, self.config, self.ended = metrics, config, ended
         self.run_kind = run_kind_of(config)
         self.reward = self.run_kind.headline
 
@@ -119,20 +118,3 @@ class Evidence:
 
 
 Check = Callable[[Evidence], Finding | None]
-CHECKS: list[tuple[Check, bool]] = []
-"""All checks, and whether each needs the end of a run."""
-
-
-def check(weight: int, *, final: bool = False) -> Callable[[Check], Check]:
-    """Register a check: its finding gets this weight, and the function's name; `final` ones need the end of a run."""
-
-    def register(function: Check) -> Check:
-        @wraps(function)
-        def named(run: Evidence) -> Finding | None:
-            finding = function(run)
-            return finding and replace(finding, name=function.__name__, weight=weight)
-
-        CHECKS.append((named, final))
-        return named
-
-    return register

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding, check
+from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
 from tokencredit.runs.summary import WINDOW
 
 RATIO_ROUNDING, RATIO_ROUNDING_IN_BFLOAT16 = 1e-3, 0.2
@@ -56,7 +56,6 @@ def engine_distance(run: Evidence) -> float:
     return run.last("behavior_ratio") - 1 + run.last("behavior_kl")
 
 
-@check(100)
 def mismatch(run: Evidence) -> Finding | None:
     """Sampling and training disagree on the probability of the same tokens."""
     limit = RATIO_ROUNDING_IN_BFLOAT16 if run.setting("model.dtype") == "bfloat16" else RATIO_ROUNDING
@@ -75,7 +74,6 @@ def mismatch(run: Evidence) -> Finding | None:
     )
 
 
-@check(83)
 def engine_mismatch(run: Evidence) -> Finding | None:
     """The engine draws tokens from another distribution than the trained model's, and neither the run's filters nor
     sampling ahead explain it."""
@@ -95,7 +93,6 @@ def engine_mismatch(run: Evidence) -> Finding | None:
     )
 
 
-@check(82)
 def stale_samples(run: Evidence) -> Finding | None:
     """Samples are so many updates old that the policy has moved away from them."""
     if _filters(run) or not (run.last("age_max") > 0 and run.last("behavior_kl") > STALE_KL):
@@ -109,7 +106,6 @@ def stale_samples(run: Evidence) -> Finding | None:
     )
 
 
-@check(90)
 def negative_kl(run: Evidence) -> Finding | None:
     """The KL estimate is below 0 by more than chance."""
     if not run.last("kl") < -0.5:
@@ -124,7 +120,6 @@ def negative_kl(run: Evidence) -> Finding | None:
     )
 
 
-@check(98)
 def no_step(run: Evidence) -> Finding | None:
     """Every optimizer step was skipped, or every update ended before its first step."""
     steps, skipped = (run.values(name, slice(None)) for name in ("steps", "bad_steps"))
@@ -145,7 +140,6 @@ def no_step(run: Evidence) -> Finding | None:
     )
 
 
-@check(95)
 def not_moved(run: Evidence) -> Finding | None:
     """The policy still equals its reference, up to rounding."""
     later = slice(1 + (run.setting("critic.warmup") or 0), None)
@@ -162,7 +156,6 @@ def not_moved(run: Evidence) -> Finding | None:
     )
 
 
-@check(95)
 def all_masked(run: Evidence) -> Finding | None:
     """No completion is left in the loss."""
     if not run.last("masked") > 0.99:
@@ -175,7 +168,6 @@ def all_masked(run: Evidence) -> Finding | None:
     )
 
 
-@check(75)
 def kl_runaway(run: Evidence) -> Finding | None:
     """The policy is far from the reference and moving away."""
     if len(run) < SETTLED or not run.last("length") > 0:
@@ -191,7 +183,6 @@ def kl_runaway(run: Evidence) -> Finding | None:
     )
 
 
-@check(70)
 def entropy_collapse(run: Evidence) -> Finding | None:
     """Sampling has become nearly deterministic."""
     first, last = run.first("entropy"), run.last("entropy")
@@ -205,7 +196,6 @@ def entropy_collapse(run: Evidence) -> Finding | None:
     )
 
 
-@check(55)
 def clip_high(run: Evidence) -> Finding | None:
     """Most tokens leave the clip range."""
     if len(run) < WINDOW or not _clips_tokens(run) or not run.last("clip_fraction") > 0.4:
@@ -218,10 +208,9 @@ def clip_high(run: Evidence) -> Finding | None:
     )
 
 
-@check(30, final=True)
 def clip_low(run: Evidence) -> Finding | None:
     """No ratio reaches the clip range."""
-    if len(run) < SETTLED or _single_step(run) or not _clips_tokens(run):
+    if not run.ended or len(run) < SETTLED or _single_step(run) or not _clips_tokens(run):
         return None
     if not run.mean("clip_fraction", slice(None)) < 1e-4:
         return None
@@ -233,7 +222,6 @@ def clip_low(run: Evidence) -> Finding | None:
     )
 
 
-@check(65)
 def always_clipped(run: Evidence) -> Finding | None:
     """Clipping scales the gradient so far down that the policy hardly moves."""
     limit = run.setting("optim.max_grad_norm")
@@ -251,7 +239,6 @@ def always_clipped(run: Evidence) -> Finding | None:
     )
 
 
-@check(32)
 def truncated_support(run: Evidence) -> Finding | None:
     """Filters leave out a part of the distribution that the update does not account for."""
     recomputed = run.setting("off_policy.proximal") in (None, "recomputed")
@@ -267,11 +254,10 @@ def truncated_support(run: Evidence) -> Finding | None:
     )
 
 
-@check(45, final=True)
 def still_warming(run: Evidence) -> Finding | None:
     """The learning-rate warm-up outlasted a run that was not cut short, longer than a trial, and took steps."""
     warmup, iterations = run.setting("optim.warmup") or 0, run.setting("run.iterations") or 0
-    if not warmup >= len(run) >= iterations or len(run) <= TRIAL or no_step(run):
+    if not run.ended or not warmup >= len(run) >= iterations or len(run) <= TRIAL or no_step(run):
         return None
     return Finding(
         "the learning rate was still warming up at the end",
@@ -279,3 +265,22 @@ def still_warming(run: Evidence) -> Finding | None:
         "The run never reached its learning rate.",
         "shorten optim.warmup, or run longer",
     )
+
+
+POLICY_CHECKS: tuple[tuple[int, Check], ...] = (
+    (100, mismatch),
+    (83, engine_mismatch),
+    (82, stale_samples),
+    (90, negative_kl),
+    (98, no_step),
+    (95, not_moved),
+    (95, all_masked),
+    (75, kl_runaway),
+    (70, entropy_collapse),
+    (55, clip_high),
+    (30, clip_low),
+    (65, always_clipped),
+    (32, truncated_support),
+    (45, still_warming),
+)
+"""Each check and the weight of its finding."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding, check
+from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
 from tokencredit.runs.summary import WINDOW
 
 REPEATED = 2
@@ -13,7 +13,6 @@ ALWAYS = 0.9
 """Share of tool calls, or of turns with calls, from which a problem is the rule."""
 
 
-@check(80)
 def constant_term(run: Evidence) -> Finding | None:
     """A reward term is constant."""
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
@@ -36,7 +35,6 @@ def constant_term(run: Evidence) -> Finding | None:
     )
 
 
-@check(35)
 def dominant_term(run: Evidence) -> Finding | None:
     """One of several reward terms decides alone."""
     terms = run.setting("reward") or []
@@ -56,10 +54,9 @@ def dominant_term(run: Evidence) -> Finding | None:
     )
 
 
-@check(60, final=True)
 def flat_reward(run: Evidence) -> Finding | None:
     """The reward has not risen."""
-    if len(run) < 2 * SETTLED or not run.gain() < 0.2:
+    if not run.ended or len(run) < 2 * SETTLED or not run.gain() < 0.2:
         return None
     return Finding(
         "the reward has not risen",
@@ -69,7 +66,6 @@ def flat_reward(run: Evidence) -> Finding | None:
     )
 
 
-@check(85)
 def degenerate(run: Evidence) -> Finding | None:
     """The reward rises while the texts degenerate.
 
@@ -97,7 +93,6 @@ def degenerate(run: Evidence) -> Finding | None:
     )
 
 
-@check(40)
 def truncated(run: Evidence) -> Finding | None:
     """Most completions run into the length limit; `never_ended` and `no_room` judge episodes."""
     if run.setting("rollout.stop_at_eos") is False or run.episodic() or not run.last("truncated") > 0.8:
@@ -111,7 +106,6 @@ def truncated(run: Evidence) -> Finding | None:
     )
 
 
-@check(82)
 def environment_fails(run: Evidence) -> Finding | None:
     """The environment's code fails in most episodes."""
     name = "env/ending/error"
@@ -127,7 +121,6 @@ def environment_fails(run: Evidence) -> Finding | None:
     )
 
 
-@check(78)
 def calls_malformed(run: Evidence) -> Finding | None:
     """Tool calls hardly ever parse."""
     malformed = run.last("env/malformed") * run.last("env/turns")
@@ -144,7 +137,6 @@ def calls_malformed(run: Evidence) -> Finding | None:
     )
 
 
-@check(76)
 def tools_fail(run: Evidence) -> Finding | None:
     """Nearly all turns with parsed tool calls have one that fails or times out."""
     failed, late = run.last("env/failed"), run.last("env/timeout")
@@ -165,7 +157,6 @@ def tools_fail(run: Evidence) -> Finding | None:
     )
 
 
-@check(44)
 def never_ended(run: Evidence) -> Finding | None:
     """Nearly all episodes are truncated, most by the limit of turns."""
     turns, tokens = run.last("env/ending/max_turns"), run.last("env/ending/length")
@@ -181,7 +172,6 @@ def never_ended(run: Evidence) -> Finding | None:
     )
 
 
-@check(46)
 def no_room(run: Evidence) -> Finding | None:
     """Most episodes run out of tokens."""
     name = "env/ending/length"
@@ -195,7 +185,6 @@ def no_room(run: Evidence) -> Finding | None:
     )
 
 
-@check(33)
 def observations_cut(run: Evidence) -> Finding | None:
     """Most observations are longer than they may be."""
     if len(run) < WINDOW or not run.last("env/cut") > 0.5:
@@ -206,3 +195,19 @@ def observations_cut(run: Evidence) -> Finding | None:
         "They are longer than env.observation_tokens, and the policy reads their beginning alone.",
         "raise env.observation_tokens (and rollout.max_new_tokens), or let tools and environment answer in fewer words",
     )
+
+
+REWARD_CHECKS: tuple[tuple[int, Check], ...] = (
+    (80, constant_term),
+    (35, dominant_term),
+    (60, flat_reward),
+    (85, degenerate),
+    (40, truncated),
+    (82, environment_fails),
+    (78, calls_malformed),
+    (76, tools_fail),
+    (44, never_ended),
+    (46, no_room),
+    (33, observations_cut),
+)
+"""Each check and the weight of its finding."""
