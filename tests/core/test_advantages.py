@@ -112,8 +112,7 @@ class Rollout:
 
     @property
     def where(self):
-        names = ("mask", "terminated", "truncated", "bootstrap")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("mask", "terminated", "truncated", "bootstrap")}
 
     def episodes(self):
         """(row, its acted steps, what the state after the last of them is worth), for each episode."""
@@ -200,9 +199,8 @@ def test_n_step_by_definition(rollout, gamma, n):
 
 @given(rollouts(), fractions, fractions, fractions)
 def test_decoupled_gae_by_definition(rollout, gamma, lam, lam_returns):
-    results = decoupled_gae(
-        rollout.rewards, rollout.values, gamma=gamma, lam=lam, lam_returns=lam_returns, **rollout.where
-    )
+    factors = {"gamma": gamma, "lam": lam, "lam_returns": lam_returns}
+    results = decoupled_gae(rollout.rewards, rollout.values, **factors, **rollout.where)
     target = rollout.returns_by(gae_definition(gamma, lam))
     advantages = torch.where(rollout.mask, target - rollout.values, 0.0)
     rollout.check(results, rollout.returns_by(gae_definition(gamma, lam_returns)), advantages)
@@ -236,9 +234,6 @@ def test_total_return_by_definition(rollout, gamma, critic):
     rollout.check(results, returns, None if critic else returns)
 
 
-# --- what must hold to the last bit ---------------------------------------------------------------------------------
-
-
 @given(rollouts(), fractions, fractions)
 def test_exact_values_at_the_ends(rollout, gamma, lam):
     no_flags = {"mask": rollout.mask}
@@ -262,14 +257,10 @@ def test_what_nobody_acted_on_changes_nothing(rollout, name, garbage):
         rollout = replace(rollout, terminated=rollout.mask & False, truncated=rollout.mask & False)
     if name in ("group_relative", "leave_one_out"):
         rollout = Rollout(*(torch.cat([x, x]) for x in vars(rollout).values()))
-    spoilt = replace(
-        rollout,
-        **{
-            key: torch.where(rollout.mask, getattr(rollout, key), garbage) for key in ("rewards", "values", "bootstrap")
-        },
-        terminated=rollout.terminated | ~rollout.mask,
-        truncated=rollout.truncated ^ ~rollout.mask,
-    )
+    names = ("rewards", "values", "bootstrap")
+    numbers = {key: torch.where(rollout.mask, getattr(rollout, key), garbage) for key in names}
+    terminated, truncated = rollout.terminated | ~rollout.mask, rollout.truncated ^ ~rollout.mask
+    spoilt = replace(rollout, **numbers, terminated=terminated, truncated=truncated)
     options = {"gamma": 0.9, "lam": 0.8, "n": 3, "group_size": 2, "alpha": 0.5}
     expected = estimate(name, rollout.rewards, rollout.values, options=options, **rollout.where)
     results = estimate(name, spoilt.rewards, spoilt.values, options=options, **spoilt.where)
@@ -299,9 +290,6 @@ def test_neither_gradients_nor_half_precision_pass():
             assert result.dtype == torch.float32
         doubles = estimate(name, rewards.expand(2, 3).double(), values.expand(2, 3).double(), options=options)
         assert doubles[0].dtype == torch.float64
-
-
-# --- the table ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -345,9 +333,7 @@ def test_estimate_refuses():
         estimate("gae", REWARDS, options={"gamma": 1.0, "lam": 1.0})
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-T, F = True, False
+T, F, CUT = True, False, torch.ones(2, 3, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
@@ -360,12 +346,9 @@ T, F = True, False
         ({"mask": torch.ones(2, 3, dtype=torch.int64)}, "mask has dtype"),
         ({"mask": torch.tensor([[T, F, F], [F, F, F]])}, "mask has no acted step in row 1"),
         ({"terminated": torch.ones(2, 3)}, "terminated has dtype"),
-        ({"truncated": torch.ones(2, 3, dtype=torch.bool)}, "bootstrap is None"),
-        ({"truncated": torch.ones(2, 3, dtype=torch.bool), "bootstrap": torch.zeros(2)}, "bootstrap has shape"),
-        (
-            {"truncated": torch.ones(2, 3, dtype=torch.bool), "bootstrap": torch.full((2, 3), math.nan)},
-            r"bootstrap is nan at \(0, 0\)",
-        ),
+        ({"truncated": CUT}, "bootstrap is None"),
+        ({"truncated": CUT, "bootstrap": torch.zeros(2)}, "bootstrap has shape"),
+        ({"truncated": CUT, "bootstrap": torch.full((2, 3), math.nan)}, r"bootstrap is nan at \(0, 0\)"),
         ({"rewards": torch.tensor([[0.0, 0.0, 0.0], [0.0, math.nan, 0.0]])}, r"rewards is nan at \(1, 1\)"),
         ({"values": torch.tensor([[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]])}, r"values is -inf at \(0, 2\)"),
         ({"gamma": 1.01}, "gamma is 1.01"),
@@ -387,8 +370,8 @@ def test_nan_on_an_acted_step_is_refused_under_a_mask_too():
 
 def test_large_finite_numbers_are_not_refused():
     # Their sum overflows float32, but none of them is infinite.
-    rewards = torch.full((1, 3), 3e38)
-    advantages, _ = gae(rewards, torch.zeros(1, 3), gamma=0.0, lam=0.0, mask=torch.tensor([[T, T, T]]))
+    rewards, mask = torch.full((1, 3), 3e38), torch.tensor([[T, T, T]])
+    advantages, _ = gae(rewards, torch.zeros(1, 3), gamma=0.0, lam=0.0, mask=mask)
     assert torch.equal(advantages, rewards)
 
 

@@ -87,9 +87,8 @@ class Agent(nn.Module):
         entropies = self.distribution.entropy(outputs) if entropy else None
         loss = policy_loss(TokenStats(logprobs, entropies, None), slice(None))
         values = self.values(rows)
-        stats = TokenStats(
-            logprobs.detach().view(shape), None if entropies is None else entropies.detach().reshape(shape), None
-        )
+        entropies = None if entropies is None else entropies.detach().reshape(shape)
+        stats = TokenStats(logprobs.detach().view(shape), entropies, None)
         return PolicyOutputs(loss, stats, None if values is None else CriticOutputs(values.view(shape)))
 
 
@@ -118,19 +117,11 @@ class Transformer(nn.Module):
 
     def __init__(self, size: int, args: AgentConfig):
         super().__init__()
-        width, self.shape = args.hidden[0], (args.context, size)
+        width, self.shape, activation = args.hidden[0], (args.context, size), ACTIVATIONS[args.activation]
         self.embedding = linear(size, width, 1.0)
         self.positions = nn.Parameter(torch.empty(args.context, width).normal_(std=0.02))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width,
-                args.heads,
-                4 * width,
-                dropout=0.0,
-                activation=ACTIVATIONS[args.activation],
-                batch_first=True,
-                norm_first=True,
-            )
+            nn.TransformerEncoderLayer(width, args.heads, 4 * width, 0.0, activation, batch_first=True, norm_first=True)
             for _ in args.hidden
         )
         self.norm = nn.LayerNorm(width)

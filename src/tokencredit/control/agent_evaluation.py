@@ -107,11 +107,7 @@ def no_display() -> Iterator[None]:
 
 
 def check_videos(args: ControlConfig) -> None:
-    """Check, before hours of training, that the environment can be recorded.
-
-    Raises:
-        ConfigError: a dependency of video recording is missing, or the environment renders no image.
-    """
+    """Raise `ConfigError`, before hours of training, if the environment cannot be recorded."""
     try:
         import moviepy  # noqa: F401
 
@@ -138,11 +134,7 @@ def save_agent(folder: Path, agent: Agent, envs: VectorEnv) -> None:
 
 
 def load_agent(folder: Path, args: ControlConfig) -> tuple[Agent, VectorEnv]:
-    """Load the result of `save_agent`: the agent, and one environment with the training statistics.
-
-    Raises:
-        ConfigError: the folder holds no agent, or its shape does not fit the configuration.
-    """
+    """Load the result of `save_agent`, or raise `ConfigError`: the agent, and an environment with the statistics."""
     envs = make_envs(args.env, 1, args.advantage.gamma, stack=args.agent.observations())
     agent = Agent(envs.single_observation_space, envs.single_action_space, args.agent, args.critic.kind)
     try:

@@ -51,11 +51,7 @@ class ControlTrainer:
     """Trains an agent in an environment; `ControlTrainer().train()` is what `tokencredit control` does."""
 
     def __init__(self, args: ControlConfig | None = None):
-        """Make environments, agent and optimizer; `train` makes the run's folder.
-
-        Raises:
-            ConfigError: a setting, environment or folder cannot be used.
-        """
+        """Make environments, agent and optimizer; raises `ConfigError` for what cannot be used."""
         self.args = args = require_config(args, ControlConfig)
         processes = Processes(args.run.timeout)
         several = processes if processes.count > 1 else None
@@ -64,13 +60,8 @@ class ControlTrainer:
         self.record = RunRecord(args.run, processes, CONTROL)
         with preserved(), threads(args.threads), expected_warnings(args.env):
             torch.manual_seed(args.seed)
-            self.envs = make_envs(
-                args.env,
-                args.env.number // processes.count,
-                args.advantage.gamma,
-                stack=args.agent.observations(),
-                several=several,
-            )
+            copies, stack = args.env.number // processes.count, args.agent.observations()
+            self.envs = make_envs(args.env, copies, args.advantage.gamma, stack=stack, several=several)
             spaces = self.envs.single_observation_space, self.envs.single_action_space
             self.agent = Agent(*spaces, args.agent, args.critic.kind)
             if args.eval.videos:
@@ -104,10 +95,8 @@ class ControlTrainer:
         args, observations, actions = self.args, self.envs.single_observation_space, self.envs.single_action_space
         yield "environment", args.env.id + (f", {args.env.number} copies" if args.env.number > 1 else "")
         yield "observation", f"of length {flatdim(observations) // args.agent.observations()}"
-        yield (
-            "action",
-            f"one of {actions.n}" if isinstance(actions, Discrete) else f"of length {math.prod(actions.shape or ())}",
-        )
+        size = math.prod(actions.shape or ())
+        yield "action", f"one of {actions.n}" if isinstance(actions, Discrete) else f"of length {size}"
         yield "agent", f"{args.agent.policy}, {count(sum(p.numel() for p in self.agent.parameters()))} parameters"
         yield "device", f"{self.record.processes.device}, float32"
         steps = f"{args.run.iterations:,} iterations of {args.env.number * args.steps:,} steps"
@@ -116,17 +105,22 @@ class ControlTrainer:
     def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Collect a rollout, compute credit, update, evaluate if due; returns metrics, and no samples."""
         started, args = time.perf_counter(), self.args
+        # Learning rates first: both the update and the metrics need those of this iteration.
         metrics: dict[str, float] = {"iteration": number} | self.learner.set_rates(number)
         try:
+            # Act with the current agent; the copies go on where the last rollout stopped.
             rollout = self.collector.collect(args.steps)
             collected, episodes = time.perf_counter(), rollout.episodes
+            # Credit before the update, from the values with which the rollout was collected; then learn from it.
             experience, credit = self.give_credit(rollout)
             metrics |= credit | self.update(number, experience)
         except NonFiniteReward as error:
+            # Nothing can be learned from such a rollout: save it, and go on unless it is one of several in a row.
             collected, episodes = time.perf_counter(), []
             tensors = {"observations": torch.from_numpy(error.observations), "rewards": torch.from_numpy(error.rewards)}
             self.record.bad_step(number, str(error), tensors)
             metrics |= {"steps": 0, "bad_steps": 1}
+        # Training returns over the last episodes, since a rollout may end none; and where the time went.
         self.episodes.extend(episodes)
         seconds = time.perf_counter() - started
         self.steps += (steps := args.env.number * args.steps)
@@ -140,6 +134,7 @@ class ControlTrainer:
             "seconds/update": seconds - (collected - started),
             "steps_per_second": steps / seconds,
         }
+        # Evaluate and audit last, so that their time is not in the figures above; they change nothing of the run.
         if number == args.run.iterations or (args.eval.every and number % args.eval.every == 0):
             metrics |= self._by_main(partial(self.evaluate, number))
         if args.audit.every and number % args.audit.every == 0:
@@ -147,10 +142,7 @@ class ControlTrainer:
         return metrics, []
 
     def _by_main(self, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Metrics that the main process measures while the others wait, in every process.
-
-        They decide when to save, so all processes need the same ones, whatever the environment does.
-        """
+        """Metrics that the main process measures, in every process: they decide when to save, so must be equal."""
         processes = self.record.processes
         if processes.count == 1:
             return measure()
@@ -215,8 +207,7 @@ class ControlTrainer:
         set_random_state(own["random"])
         if not lost:
             return ()
-        copies = ", ".join(map(str, lost))
-        why = "seed and actions do not determine their course"
+        copies, why = ", ".join(map(str, lost)), "seed and actions do not determine their course"
         return [f"environments {copies} could not be restored ({why}); they start a new episode"]
 
     def rewind(self) -> bool:
@@ -236,14 +227,10 @@ class ControlTrainer:
 def refuse_unsplit(args: ControlConfig, processes: Processes) -> None:
     """Raise `ConfigError` if several processes cannot share the environments."""
     if args.env.number % processes.count:
-        raise ConfigError(
-            f"env.number is {args.env.number}; {processes.count} processes share the environments, so it must be a "
-            f"multiple of {processes.count}"
-        )
+        count = processes.count
+        raise ConfigError(f"env.number is {args.env.number}; {count} processes share them: give a multiple of {count}")
     if processes.device.type != "cpu":
-        raise ConfigError(
-            "several processes train an agent on CPUs; set the environment variable ACCELERATE_USE_CPU=true"
-        )
+        raise ConfigError("several processes train an agent on CPUs; set ACCELERATE_USE_CPU=true")
 
 
 @dataclass(frozen=True)
@@ -266,11 +253,7 @@ class AgentPasses(Passes):
 
 
 def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Learner:
-    """The learner of an agent: optimizer, schedule, objective and shuffling RNG.
-
-    Raises:
-        ConfigError: a setting has no effect with the environment's actions.
-    """
+    """The learner of an agent; raises `ConfigError` for a setting without effect on the environment's actions."""
     for key in ("log_std", "actions"):
         value = getattr(args.agent, key)
         if isinstance(agent.distribution, Categorical) and value != getattr(AgentConfig(), key):

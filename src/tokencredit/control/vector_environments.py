@@ -62,15 +62,8 @@ def make_envs(
 ) -> VectorEnv:
     """Copies of the environment that reset on the step after an episode's end, which is Gymnasium's default.
 
-    Args:
-        args: the environment's settings.
-        number: number of copies.
-        gamma: discount of the return whose standard deviation scales rewards.
-        stack: number of stacked observations, the oldest first; an episode's first one is repeated.
-        training: allow reward normalisation and worker processes.
-        videos: folder for a video of every episode, with names that begin with `prefix`; None for no videos.
-        prefix: of the videos' names.
-        several: the processes whose copies enter the statistics; None for a single one.
+    `stack` observations are stacked, the oldest first; an episode's first one is repeated. Without `training` there are
+    no reward normalisation and no worker processes. Statistics are those of the copies of `several` processes.
 
     Raises:
         ConfigError: unknown environment, missing dependency, or unsupported observation space.
@@ -79,12 +72,8 @@ def make_envs(
     options: dict[str, Any] = {}
     if videos is not None:
         options["render_mode"] = "rgb_array"
-        recording: dict[str, Any] = {
-            "video_folder": str(videos),
-            "name_prefix": prefix,
-            "episode_trigger": lambda _: True,
-        }
-        layers.append(partial(RecordVideo, **recording))
+        recording: dict[str, Any] = {"video_folder": str(videos), "name_prefix": prefix}
+        layers.append(partial(RecordVideo, **recording | {"episode_trigger": lambda _: True}))
     if stack > 1:
         layers += [_flatten, partial(FrameStackObservation, stack_size=stack)]
     layers.append(ReplayWrapper)
@@ -92,12 +81,10 @@ def make_envs(
     # No copies: callers copy the observations that they keep.
     options["vector_kwargs"] = {"autoreset_mode": AutoresetMode.NEXT_STEP, "copy": False}
     envs = make_copies(args, num_envs=number, vectorization_mode=mode, wrappers=layers, **options)
-    if not isinstance(envs.single_observation_space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.Dict):
+    space = envs.single_observation_space
+    if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.Dict):
         envs.close()
-        raise ConfigError(
-            f"env.id: its observations are {envs.single_observation_space}; "
-            "Box, Discrete, MultiDiscrete and Dict are supported"
-        )
+        raise ConfigError(f"env.id: its observations are {space}; Box, Discrete, MultiDiscrete and Dict are supported")
     return wrap_envs(envs, args, gamma, training, several)
 
 
@@ -127,9 +114,7 @@ def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
     try:
         return gym.make_vec(args.id, **options, **args.kwargs)
     except gym.error.DependencyNotInstalled as error:
-        raise ConfigError(
-            f"env.id {args.id} needs a package that is not installed ({error}): pip install tokencredit[control]"
-        ) from error
+        raise ConfigError(f"env.id {args.id}: {error}; pip install tokencredit[control]") from error
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
         near = difflib.get_close_matches(args.id, gym.registry, n=3)
         hint = f"; did you mean {', '.join(near)}?" if near else ""
@@ -137,9 +122,7 @@ def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
     except ModuleNotFoundError as error:
         raise ConfigError(f"env.id is {args.id!r}: {error}") from error
     except (TypeError, gym.error.Error) as error:
-        raise ConfigError(
-            f"env.id is {args.id!r}, which cannot be made with env.kwargs {args.kwargs}: {error}"
-        ) from error
+        raise ConfigError(f"env.id {args.id} cannot be made with env.kwargs {args.kwargs}: {error}") from error
 
 
 def _flatten(env: gym.Env) -> gym.Env:
@@ -149,10 +132,7 @@ def _flatten(env: gym.Env) -> gym.Env:
 
 @contextmanager
 def expected_warnings(args: EnvConfig) -> Iterator[None]:
-    """Silence expected warnings of Gymnasium and MuJoCo within this context.
-
-    MuJoCo's messages become Python warnings, instead of output on the screen and in a file.
-    """
+    """Silence expected warnings within this context; MuJoCo's messages become warnings, not output and a file."""
     with warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", f".*{message}", UserWarning)
@@ -171,10 +151,7 @@ def expected_warnings(args: EnvConfig) -> Iterator[None]:
 
 
 def save_envs(envs: VectorEnv) -> dict[str, Any]:
-    """The environments' state for `restore_envs`, as plain values and arrays.
-
-    Holds the replay state of each copy, and the arrays and running statistics of each vector wrapper.
-    """
+    """The replay state of each copy, and the arrays and running statistics of each vector wrapper."""
     return {
         "copies": list(base_env(envs).call("save_state")),
         "layers": [wrapper_state(layer) for layer in vector_wrappers(envs)],

@@ -24,8 +24,6 @@ from tokencredit.errors import ProcessLost
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables by which a launcher tells a process its job."""
-UNNAMED = "none"
-"""torchrun's name of a job without `--rdzv_id`."""
 POLL = 0.02
 """Seconds between two looks at the store while the processes gather."""
 SPARE = 5.0
@@ -44,12 +42,6 @@ def launched() -> bool:
 def _kept() -> bool:
     """True if the launcher's store outlives this process: torchrun's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-def _named() -> str | None:
-    """The name that the user gave torchrun's job by `--rdzv_id`; None without one."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", UNNAMED)
-    return None if name == UNNAMED else name
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,9 @@ class Job:
         self.start, self.members = self._gather()
         self.store = PrefixStore(self.start, self.memory)
         self.remembers = _kept()
-        self.id = text(self.memory.compare_set("job", "", token_hex(8))) if self.remembers else _named()
+        name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # of `--rdzv_id`; "none" is torchrun's default
+        own = None if name == "none" else name
+        self.id = text(self.memory.compare_set("job", "", token_hex(8))) if self.remembers else own
         self.starts = int(self.memory.get("starts"))
 
     def _connection(self, *, host: bool) -> TCPStore:

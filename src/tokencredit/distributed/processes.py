@@ -1,5 +1,4 @@
-"""Distributed training: this process's device and rank, collective operations, memory of the C library, and
-out-of-memory errors."""
+"""Distributed training: this process's device and rank, collective operations, and errors of memory and connections."""
 
 from __future__ import annotations
 
@@ -58,10 +57,8 @@ class Processes:
         self.device: torch.device = self._state.device
         self.count: int = self._state.num_processes
         if launched() and self.count != int(os.environ["WORLD_SIZE"]):
-            raise ConfigError(
-                f"a launcher started {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), which cannot be joined on "
-                f"{self.device.type}; set ACCELERATE_USE_CPU=true, or start one process"
-            )
+            problem = f"a launcher started {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), not joined on"
+            raise ConfigError(f"{problem} {self.device.type}; set ACCELERATE_USE_CPU=true, or start one process")
         self.rank: int = self._state.process_index
         self.main: bool = self._state.is_main_process
 
@@ -230,9 +227,7 @@ class Processes:
 
         Gradients of sharded parameters, which are averaged already, stay as they are.
         """
-        if self.count == 1:
-            return
-        for parameter in parameters:
+        for parameter in parameters if self.count > 1 else ():
             if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
                 parameter.grad = self.sum(parameter.grad) / self.count
 

@@ -49,14 +49,8 @@ def test_what_is_submitted_is_a_command_and_no_pickle(commands, run, tmp_path):
     given = parameters(["partition=gpu", "time=120", "exclusive=true", "setup=module load cuda"])
     job = Slurm(Resources(3, 2), given).start(run)
     script = (run.job / "7_submission.sh").read_text()
-    for flag in (
-        "cpus-per-task=3",
-        "gpus-per-node=2",
-        "partition=gpu",
-        "time=120",
-        "exclusive",
-        "job-name=plain/seed-1",
-    ):
+    flags = ("cpus-per-task=3", "gpus-per-node=2", "partition=gpu", "time=120", "exclusive", "job-name=plain/seed-1")
+    for flag in flags:
         assert f"#SBATCH --{flag}\n" in script
     assert "\nmodule load cuda\n" in script
     assert f"--cpus-per-task=3 {sys.executable} -m tokencredit.tools.sweep.cluster_job {run.settings} " in script

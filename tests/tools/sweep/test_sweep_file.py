@@ -91,12 +91,13 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
     [
         ({"seed": [1]}, "unknown key seed; a sweep has kind, base, grid"),
         ({"kind": "games"}, "kind is 'games'; it must be one of text, control, sft"),
-        ({"kind": ["text"]}, r"kind is \['text'\]"),
         ({"dir": None}, "dir is None; give the folder"),
         ({"seeds": []}, r"seeds is \[\]; it must be a list of at least one"),
-        ({"seeds": None}, "seeds is None"),
-        ({"seeds": [1, True]}, "seeds has True; it must be a whole number"),
-        ({"seeds": [-1]}, "seeds has -1"),
+        (
+            {"seeds": [1, True]},
+            r"seeds is \[1, True\]; it must be a list of at least one whole number, each at least 0",
+        ),
+        ({"seeds": [-1]}, r"seeds is \[-1\]"),
         ({"seeds": [1, 2, 1]}, "each may appear only once"),
         ({"grid": {"steps": [2]}}, "give grid or variants, one of them, not both"),
         ({"base": 3}, "base is 3; it must be a mapping"),
@@ -108,10 +109,7 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
         ({"variants": {False: {}}}, "variants has False, which YAML does not read as text; quote it"),
         ({"variants": {"a": 3}}, "variants.a is 3; it must be a mapping"),
         ({"variants": {"a": {}, "b": {"optim.lrr": 1}}}, r"^variant b: unknown key optim.lrr; did you mean optim.lr\?"),
-        ({"variants": {"b": {"zzz": 1}}}, "variant b: unknown key zzz; see --print_config"),
         ({"variants": {"b": {"config": "x.yaml"}}}, "variant b: unknown key config; see --print_config"),
-        ({"variants": {"b": {"optim": 3}}}, "variant b: optim is 3; it must hold keys, such as optim.name"),
-        ({"variants": {"b": {"optim.lr": "fast"}}}, "variant b: optim.lr is 'fast'; it must be a number"),
         ({"variants": {"b": {"optim.lr": -1}}}, "variant b: optim.lr is -1.0; it must be above 0"),
         ({"variants": {"b": {"steps": None}}}, "variant b: steps is null; it needs a value"),
         ({"variants": {"b": {"seed": 3}}}, "variant b: seed is set by the sweep; use its key seeds instead"),
@@ -170,9 +168,7 @@ def test_neither_grid_nor_variants_is_refused():
     ("text", "message"),
     [
         ("kind: text\nvariants:\n  a: {}\n  a: {}\n", "a is given twice .*line 4"),
-        ("kind: text\nbase:\n  kl: {coef: 1, coef: 2}\n", "coef is given twice .*line 3"),
         ("kind: !!python/object/apply:os.system ['touch made']\n", "is a tag; configurations hold plain values"),
-        ("kind: !!python/name:os.system\n", "is a tag; configurations hold plain values"),
         ("base:\n  ? [kl, coef]\n  : 1\n", "found unhashable key .*line 2"),
         ("kind: [\n", r"sweep.yaml: .*line 2"),
         ("- 1\n", "holds no settings"),
@@ -208,7 +204,6 @@ def begun(tmp_path, summary=None, **run):
         ({"iterations": 3, "stopped_by": "iterations"}, "finished"),
         ({"iterations": 2, "stopped_by": "stop.reward"}, "finished"),
         ({"iterations": 2, "stopped_by": "interrupt"}, "to resume"),
-        ({"iterations": 2, "stopped_by": "SIGTERM"}, "to resume"),
         ({"iterations": 2, "stopped_by": "an error"}, "to resume"),
         ({"iterations": 3, "stopped_by": "SIGTERM"}, "finished"),  # in its last iteration
         ({"iterations": 3, "stopped_by": "numbers that are not finite"}, "to begin"),  # it learned nothing

@@ -65,11 +65,7 @@ class Slurm:
     pause = 1.0
 
     def __init__(self, resources: Resources, further: dict[str, Any]):
-        """Find Slurm's commands; `further` are parameters of submitit, from `parameters`.
-
-        Raises:
-            ConfigError: submitit or Slurm is not installed.
-        """
+        """Find submitit and Slurm, or raise `ConfigError`; `further` are from `parameters`."""
         try:
             import submitit
         except ImportError as error:
@@ -144,11 +140,9 @@ class SlurmJob:
             return None
         node = self.folder.status().get("node")
         if node is None:
-            return Ended(
-                f"Slurm's job {self.number} left the queue before it began: it was cancelled, or its node does not "
-                f"share {str(self.folder.path.absolute())!r} and {sys.executable}; {SHARE}; in that folder are Slurm's "
-                "messages, if it could write any"
-            )
+            shared = f"{str(self.folder.path.absolute())!r}, where Slurm's messages are, and {sys.executable}"
+            why = f"it was cancelled, or its node does not share {shared}; {SHARE}"
+            return Ended(f"Slurm's job {self.number} left the queue before it began: {why}")
         return Ended(f"Slurm's job {self.number} was lost on {node}", lost=True)
 
     def send(self, number: int) -> None:

@@ -37,11 +37,7 @@ def show(runs: Sequence[SweepRun], jobs: int | None, place: str | None = None) -
 
 
 def export(runs: Sequence[SweepRun], folder: Path, file: str) -> None:
-    """Write each run's whole configuration to its own file, and print how to use them.
-
-    Raises:
-        ConfigError: the folder is not empty, or cannot be made.
-    """
+    """Write each run's whole configuration to a file in a new folder, and print how to use them."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--export {str(folder)!r} holds files already; give another folder")
     files = RunFolder(str(folder))
@@ -55,11 +51,7 @@ def export(runs: Sequence[SweepRun], folder: Path, file: str) -> None:
 def sweep(runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None, again: str) -> None:
     """Train all runs that are not finished, then compare all that are, and print the outcomes.
 
-    Args:
-        runs: runs of one sweep.
-        launcher: starts their jobs.
-        jobs: number of runs in parallel; None for as many as a cluster has room for.
-        again: the command that continues the sweep, for messages.
+    `jobs` runs are in parallel, None for as many as a cluster has room for; `again` is the command that continues.
 
     Raises:
         ConfigError: a run's folder cannot be made.

@@ -129,7 +129,10 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[SweepRun]:
     for name, overrides in variants(sweep).items():
         try:
             settings = merged(base, nested(overrides))
-            refuse_own(settings)
+            if "seed" in settings:
+                raise ConfigError("seed is set by the sweep; use its key seeds instead")
+            if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:
+                raise ConfigError("run.dir is set by the sweep; use its key dir instead")
             config = configure(run_kind, settings)
         except ConfigError as error:
             raise ConfigError(f"variant {name}: {error}") from error
@@ -152,11 +155,8 @@ def mapping(value: Any, key: str) -> dict[str, Any]:
 
 def check_seeds(seeds: Any) -> list[int]:
     """The seeds; raises `ConfigError` unless they are distinct whole numbers, at least one."""
-    if not isinstance(seeds, list) or not seeds:
-        raise ConfigError(f"seeds is {seeds!r}; it must be a list of at least one whole number")
-    for seed in seeds:
-        if type(seed) is not int or seed < 0:
-            raise ConfigError(f"seeds has {seed!r}; it must be a whole number, at least 0")
+    if not isinstance(seeds, list) or not seeds or any(type(seed) is not int or seed < 0 for seed in seeds):
+        raise ConfigError(f"seeds is {seeds!r}; it must be a list of at least one whole number, each at least 0")
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds is {seeds}; each may appear only once")
     return seeds
@@ -173,10 +173,8 @@ def variants(sweep: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         raise ConfigError("variants is empty; give at least one")
     for name in overrides_of:
         if not SAFE.fullmatch(name) or name == COMPARISON:
-            raise ConfigError(
-                f"variants has {name!r}, which cannot name a folder; use at most 100 letters, digits and _.,=+-, "
-                f"beginning with a letter, digit or _, and not {COMPARISON}"
-            )
+            allowed = "at most 100 letters, digits and _.,=+-, beginning with a letter, digit or _, and not"
+            raise ConfigError(f"variants has {name!r}, which cannot name a folder; use {allowed} {COMPARISON}")
     return {name: mapping(overrides or {}, f"variants.{name}") for name, overrides in overrides_of.items()}
 
 
@@ -212,14 +210,6 @@ def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
         both = isinstance(value, dict) and isinstance(settings.get(key), dict)
         settings[key] = merged(settings[key], value) if both else value
     return settings
-
-
-def refuse_own(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a setting that the sweep itself sets."""
-    if "seed" in settings:
-        raise ConfigError("seed is set by the sweep; use its key seeds instead")
-    if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:
-        raise ConfigError("run.dir is set by the sweep; use its key dir instead")
 
 
 def refuse_changed(runs: Sequence[SweepRun]) -> None:
