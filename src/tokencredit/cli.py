@@ -65,7 +65,7 @@ def top_level(arguments: Sequence[str]) -> int:
     """What the command does without a subcommand: help, version and shell completion; everything else is refused."""
     if any(argument in COMMANDS for argument in arguments):
         raise ConfigError(f"{arguments[0]} belongs after the command")
-    parser = Parser("PPO for language models and agents.")
+    parser = Parser("PPO for language models and agents.", prog="tokencredit")
     parser.add_argument("--version", action="version", version=f"tokencredit {__version__}", help="Print the version.")
     parser.add_argument(
         "--print_completion",
@@ -117,7 +117,7 @@ def describe(error: OSError) -> str:
 
 def fail(error: Exception, message: str, code: int, arguments: Sequence[str]) -> int:
     """Report an error, with its traceback if `--debug` was given."""
-    if "--debug" in arguments:
+    if "--debug" in arguments[1:]:
         raise error
     return complain(message, code)
 

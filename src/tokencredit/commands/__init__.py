@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tokencredit.commands import label, planning, run_reports, templates, train, use_model
+from tokencredit.commands import label, run_reports, train, use_model
 from tokencredit.settings.command_line import Options, Parser, config_parser
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
@@ -13,7 +13,7 @@ from tokencredit.settings.text import PPOConfig
 
 COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Options], None]]] = {
     "train": (partial(config_parser, PPOConfig), train.train),
-    "plan": (planning.plan_parser, planning.plan),
+    "plan": (train.plan_parser, train.plan),
     "control": (partial(config_parser, ControlConfig), train.control),
     "sft": (partial(config_parser, SFTConfig), partial(train.offline, SFTConfig)),
     "reward-model": (partial(config_parser, RewardModelConfig), partial(train.offline, RewardModelConfig)),
@@ -31,6 +31,6 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Options], None]]] = {
     "sweep": (train.sweep_parser, train.sweep),
     "doctor": (run_reports.doctor_parser, run_reports.doctor),
     "schema": (train.schema_parser, train.schema),
-    "check-template": (templates.check_template_parser, templates.check_template),
+    "check-template": (use_model.check_template_parser, use_model.check_template),
 }
 """Subcommands: parser and function."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tokencredit.commands.shared_options import refuse_empty
 from tokencredit.commands.use_model import from_python, which_of
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
@@ -62,7 +61,7 @@ def label_parser() -> Parser:
 
 def label(options: Options) -> None:
     """Run `tokencredit label`."""
-    refuse_empty(options, "out")
+    options.refuse_empty("out")
     if options.export is not None and options.seed != 1:
         raise ConfigError("--export labels nothing, so --seed has no effect; leave it out")
     from rich.console import Console

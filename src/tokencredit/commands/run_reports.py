@@ -6,7 +6,7 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-from tokencredit.commands.shared_options import refuse_empty, require_gymnasium
+from tokencredit.commands.train import require_gymnasium
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import AUDIT, RunFolder
 from tokencredit.runs.untrusted import visible
@@ -120,7 +120,7 @@ def inspect_parser() -> Parser:
 
 def inspect(options: Options) -> None:
     """Run `tokencredit inspect`."""
-    refuse_empty(options, "against")
+    options.refuse_empty("against")
     run = Path(options.run)
     config = read_policy_config(run, options.no_code)
     RunFolder(options.run).require_writable()  # before the comparison, which takes long
@@ -176,7 +176,7 @@ def compare_parser() -> Parser:
 
 def compare(options: Options) -> None:
     """Run `tokencredit compare`."""
-    refuse_empty(options, "out")
+    options.refuse_empty("out")
     from tokencredit.report.comparison_page import write_comparison
 
     settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}

@@ -1,4 +1,4 @@
-"""Commands that train: `train`, `control`, `sft`, `reward-model`, `dpo` and `sweep`."""
+"""Commands that train or plan it: `train`, `control`, `sft`, `reward-model`, `dpo`, `plan`, `schema` and `sweep`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokencredit.commands.jobs import training
-from tokencredit.commands.shared_options import refuse_empty, require_gymnasium
 from tokencredit.distributed.signals import raising_interrupt
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import read_python
+from tokencredit.runs.folder import check_new_file, read_python
 from tokencredit.settings.command_line import (
     NON_NEGATIVE_INT,
     POSITIVE_INT,
@@ -69,6 +68,14 @@ def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, opt
         )
 
 
+def require_gymnasium() -> None:
+    """Raise `ConfigError` if the Gymnasium world is not installed."""
+    try:
+        import gymnasium  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("agents need Gymnasium, which is not installed: pip install tokencredit[control]") from error
+
+
 def control(options: Options) -> None:
     """Run `tokencredit control`."""
     resume = options.resume is not None
@@ -99,6 +106,41 @@ def offline(kind: type[OfflineSettings], options: Options) -> None:
         trainer = OfflineTrainer(config)
         with raising_interrupt():
             trainer.train(resume_from_checkpoint=resume)
+
+
+def plan_parser() -> Parser:
+    """The parser of `tokencredit plan`."""
+    parser = new_command(
+        "Plan a run of `tokencredit train`: memory, time and tokens; nothing is loaded.", kind=PPOConfig
+    )
+    lengths = {"type": POSITIVE_INT, "metavar": "N"}
+    parser.add_argument("--processes", default=1, help="Number of processes of the job; by default 1.", **lengths)
+    parser.add_argument("--tokens", help="Mean length of completions, in tokens; by default the longest.", **lengths)
+    parser.add_argument(
+        "--prompt_tokens", help="Length of prompts, in tokens; by default they are tokenized and counted.", **lengths
+    )
+    parser.add_argument("--no-time", action="store_true", help="Skip the calibration of time on this machine.")
+    parser.add_argument("--out", metavar="FILE", help="New JSON file for the plan.")
+    return parser
+
+
+def plan(options: Options) -> None:
+    """Run `tokencredit plan`."""
+    config = to_config(options, PPOConfig)
+    refuse_unused(config, rows=())
+    out = None if options.out is None else check_new_file("--out", options.out, ".json")
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.tools.plan import work
+    from tokencredit.tools.plan.plan import make_plan
+    from tokencredit.tools.plan.show import show, write
+
+    disable_progress_bar()
+    sizes = work.Options(options.processes, options.tokens, options.prompt_tokens, not options.no_time)
+    made = make_plan(config, sizes)
+    show(made)
+    if out is not None:
+        write(made, out)
 
 
 def schema_parser() -> Parser:
@@ -157,7 +199,7 @@ def sweep_parser() -> Parser:
 
 def sweep(options: Options) -> None:
     """Run `tokencredit sweep`."""
-    refuse_empty(options, "export")
+    options.refuse_empty("export")
     if options.export and options.dry_run:
         raise ConfigError("--export and --dry_run are both given; leave one of them out")
     if options.export and (options.on != "local" or options.jobs):

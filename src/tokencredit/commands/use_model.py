@@ -1,13 +1,14 @@
-"""Commands that sample from models: `generate`, `chat` and `evaluate`."""
+"""Commands on models: `generate`, `chat`, `evaluate` and `check-template`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import check_new_file, read_python
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.command_line import POSITIVE_FLOAT, POSITIVE_INT, SEED, Options, Parser, new_command, one_of
@@ -160,3 +161,45 @@ def which_of(options: Options) -> str:
 def from_python(source: Source) -> list[str]:
     """Names of the arguments from Python that a source's run began with; none without a run."""
     return [] if source.run is None else read_python(source.run)
+
+
+def check_template_parser() -> Parser:
+    """The parser of `tokencredit check-template`."""
+    parser = new_command(
+        "Compare the tokens of episodes with one rendering of a model's chat template.", runs_code=False
+    )
+    parser.positional(
+        "model",
+        "MODEL, the folder of a run or a model, or a hub id",
+        help="Folder of a model or a run, or a hub id; no weights are loaded.",
+    )
+    parser.add_argument(
+        "--chat_template_kwargs",
+        metavar="JSON",
+        help='Keyword arguments of the chat template, such as {"enable_thinking": false}; by default the run\'s.',
+    )
+    return parser
+
+
+def check_template(options: Options) -> None:
+    """Run `tokencredit check-template`."""
+    config = read_source(options.model).config
+    prompts = config.prompts
+    if options.chat_template_kwargs is not None:
+        try:
+            kwargs = json.loads(options.chat_template_kwargs)
+        except (ValueError, RecursionError):
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            raise ConfigError(
+                f"--chat_template_kwargs is {options.chat_template_kwargs!r}; it must be a JSON object, such as "
+                '{"enable_thinking": false}'
+            )
+        prompts = replace(prompts, chat_template_kwargs=kwargs)
+    from tokencredit.text.turns.chat.template_check import check_model
+
+    lines, wrong = check_model(config.model.name, prompts)
+    for line in lines:
+        print(visible(line))
+    if wrong:
+        raise RunStopped(f"{wrong} of the transcripts above differ in an observation, or their calls are not read back")

@@ -63,6 +63,11 @@ class Options(argparse.Namespace):
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
 
+    def refuse_empty(self, name: str) -> None:
+        """Raise `ConfigError` if an option for a folder is an empty text."""
+        if self[name] == "":
+            raise ConfigError(f"--{name} is empty; give a folder")
+
 
 class Given(argparse.Action):
     """Keeps what is given in order, since a later flag or file overrides an earlier one."""
