@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokencredit.commands.jobs import training
 from tokencredit.distributed.signals import raising_interrupt
@@ -113,7 +113,7 @@ def plan_parser() -> Parser:
     parser = new_command(
         "Plan a run of `tokencredit train`: memory, time and tokens; nothing is loaded.", kind=PPOConfig
     )
-    lengths = {"type": POSITIVE_INT, "metavar": "N"}
+    lengths: dict[str, Any] = {"type": POSITIVE_INT, "metavar": "N"}
     parser.add_argument("--processes", default=1, help="Number of processes of the job; by default 1.", **lengths)
     parser.add_argument("--tokens", help="Mean length of completions, in tokens; by default the longest.", **lengths)
     parser.add_argument(
