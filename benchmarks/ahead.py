@@ -1,13 +1,13 @@
 """Training while sampling, with a slow reward service: wall time and reward of `rollout.max_age` 0 and more.
 
-    python benchmarks/ahead.py [--ages 0 1 2] [--caches recompute keep] [--seeds 3] [--iterations 24] [--latency 0.5]
+    python benchmarks/ahead.py [--ages 0 1 2] [--seeds 3] [--iterations 24] [--latency 0.5]
                                [--in-turn]
 
 The service is an HTTP server in a process of its own on this machine. It answers after a wait of `latency` times
 the median sampling time of a first run without a wait, and scores words of praise. The reward has a timeout, so that
 it is asked as soon as a batch is sampled; with `--in-turn` it has none, and the trainer's thread waits for it. Each
 run is a process with the built-in model, `rollout.engine: continuous`, 64 completions of up to 48 tokens and two
-epochs. Ages, and for those above 0 the choices of `rollout.stale_cache`, take turns, a seed each. The table has mean
+epochs. Ages take turns, a seed each. The table has mean
 and standard deviation over the seeds of the reward of the last five iterations, the mean `behavior_kl` of all, and the
 median seconds of an iteration, without the first two, over the seeds. The ratio is the median of the seeds' ratios to
 the first row.
@@ -71,7 +71,7 @@ def service(wait: float) -> Iterator[None]:
         process.wait()
 
 
-def run(folder: Path, age: int, cache: str, seed: int, iterations: int, in_turn: bool) -> list[dict[str, float]]:
+def run(folder: Path, age: int, seed: int, iterations: int, in_turn: bool) -> list[dict[str, float]]:
     """Train, and return the metrics of the iterations."""
     settings = {
         "run.dir": folder,
@@ -87,8 +87,6 @@ def run(folder: Path, age: int, cache: str, seed: int, iterations: int, in_turn:
         "ppo.epochs": 2,
         "reward": json.dumps([{"function": f"{__file__}:praise", "timeout": None if in_turn else 60}]),
     }
-    if age:
-        settings["rollout.stale_cache"] = cache
     flags = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
     subprocess.run([sys.executable, "-m", "tokencredit", "train", *flags], check=True, capture_output=True)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -103,7 +101,6 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ages", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--caches", nargs="+", choices=("recompute", "keep"), default=["recompute"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--latency", type=float, default=0.5)
@@ -113,25 +110,22 @@ def main() -> None:
     if options.serve is not None:
         Service.wait = options.serve
         ThreadingHTTPServer(("127.0.0.1", PORT), Service).serve_forever()
-    variants = [(age, cache) for age in options.ages for cache in (options.caches if age else [""])]
-    results: dict[tuple[int, str], list[list[dict[str, float]]]] = {variant: [] for variant in variants}
+    results: dict[int, list[list[dict[str, float]]]] = {age: [] for age in options.ages}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with service(0.0):
-            sampling = seconds(run(folder / "first", 0, "", 1, 6, options.in_turn), "seconds/rollout")
+            sampling = seconds(run(folder / "first", 0, 1, 6, options.in_turn), "seconds/rollout")
         with service(options.latency * sampling):
             for seed in range(1, options.seeds + 1):
-                for age, cache in variants:
-                    results[age, cache].append(
-                        run(folder / f"{age}{cache}-{seed}", age, cache, seed, options.iterations, options.in_turn)
-                    )
+                for age in options.ages:
+                    results[age].append(run(folder / f"{age}-{seed}", age, seed, options.iterations, options.in_turn))
     print(f"sampling {sampling:.2f} s, latency of the service {options.latency * sampling:.2f} s")
     print(
         "| max_age | reward | behavior_kl | s per iteration | waiting for samples | reward call | update | time ratio |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    first = [seconds(rows) for rows in results[variants[0]]]
-    for (age, cache), runs in results.items():
+    first = [seconds(rows) for rows in results[options.ages[0]]]
+    for age, runs in results.items():
         rewards = [statistics.mean(row["reward"] for row in rows[-5:]) for rows in runs]
         spread = f" ± {statistics.stdev(rewards):.2f}" if len(runs) > 1 else ""
         kl = statistics.mean(row["behavior_kl"] for rows in runs for row in rows)
@@ -140,7 +134,7 @@ def main() -> None:
         ratio = statistics.median(one / seconds(rows) for one, rows in zip(first, runs, strict=True))
         times_shown = " | ".join(f"{x:.2f}" for x in times)
         reward = f"{statistics.mean(rewards):.2f}{spread}"
-        print(f"| {age} {cache} | {reward} | {kl:.2g} | {times_shown} | {ratio:.2f} |")
+        print(f"| {age} | {reward} | {kl:.2g} | {times_shown} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

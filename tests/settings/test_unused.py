@@ -32,12 +32,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "without rollout.engine: local",
     ),
     ("text", {"rollout.max_age": 1}, "rollout.max_age", "without rollout.engine: continuous"),
-    (
-        "text",
-        {"rollout.engine": "continuous", "rollout.stale_cache": "keep"},
-        "rollout.stale_cache",
-        "without rollout.max_age",
-    ),
     ("text", {"rollout.engine_memory": 0.5}, "rollout.engine_memory", "without rollout.engine: vllm"),
     (
         "text",

@@ -288,7 +288,6 @@ def test_evaluations_sample_from_the_policy_itself(tmp_path):
     [
         ({"rollout.max_age": 1}, r"rollout\.max_age .* without rollout\.engine: continuous"),
         ({"rollout.engine": "vllm", "rollout.max_age": 1}, r"without rollout\.engine: continuous"),
-        ({"rollout.engine": "continuous", "rollout.stale_cache": "keep"}, r"without rollout\.max_age"),
     ],
 )
 def test_settings_without_an_effect_are_refused(settings, message):

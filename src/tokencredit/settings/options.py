@@ -138,7 +138,7 @@ def with_engine(
         return config
     changed: dict[str, Any] = {"engine": engine, "engine_memory": None, "cache": "auto"}
     changed |= {"server": server, "server_folder": folder}
-    changed |= {"server_timeout": RolloutConfig().server_timeout, "max_age": 0, "stale_cache": "recompute"}
+    changed |= {"server_timeout": RolloutConfig().server_timeout, "max_age": 0}
     rollout, whole = replace(own, **changed), replace(config.run, shard="none")
     return replace(config, rollout=rollout, off_policy=OffPolicyConfig(), run=whole, sharding=ShardingConfig())
 

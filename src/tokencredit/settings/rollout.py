@@ -117,9 +117,6 @@ class RolloutConfig(SamplingConfig):
     max_age: int = setting(0, needs="engine: continuous", at_least=0)
     """Most updates between the drawing of a token and its use. Above 0, so many batches are sampled ahead, while the
     policy learns and rewards and tools are waited for; rollouts then depend on timing (docs/engines.md)."""
-    stale_cache: Literal["recompute", "keep"] = setting("recompute", needs="max_age")
-    """After an update, compute the keys and values of completions on their way again, or keep those of the earlier
-    weights."""
     cache: Literal["auto", "dynamic", "static"] = setting("auto", needs="engine: local")
     """KV cache of sampling, also in evaluations and audits. `dynamic` grows with the completions. `static` is allocated
     at full size, so that a GPU replays each step as a CUDA graph. `auto` is static on a GPU if the model supports it,

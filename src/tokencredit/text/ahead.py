@@ -88,7 +88,7 @@ class SamplesAhead:
         Args:
             pipeline: the run's; its engine computes log-probs and values when a batch is taken.
             stream: prompts and uniforms.
-            settings: sampling settings, `max_age` and `stale_cache`.
+            settings: sampling settings and `max_age`.
             report: called with a line when a sampler has failed.
             recompute: the update needs log-probs of the policy at its start.
         """

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
@@ -36,8 +35,8 @@ def start(tokenizer):
     """Start samplers, which are closed at the end."""
     started = []
 
-    def sampler(model, settings=NO_END, keeps_cache=False, ends=(), rows=ROWS):
-        started.append(BackgroundSampler(model, tokenizer, list(ends), settings, rows, 64, keeps_cache))
+    def sampler(model, settings=NO_END, ends=(), rows=ROWS):
+        started.append(BackgroundSampler(model, tokenizer, list(ends), settings, rows, 64))
         return started[-1]
 
     yield sampler
@@ -101,28 +100,6 @@ def test_each_token_has_the_log_prob_of_the_version_that_drew_it(model, start):
         seen |= set(done.versions)
     assert seen == {0, 1, 2}
     assert sum(apart) / len(apart) < 1e-6
-
-
-def test_kept_keys_and_values_are_those_of_the_version_that_computed_them(model, start):
-    completions, weights = sample_while(start(model, keeps_cache=True), model)
-    assert {version for _, done in completions for version in done.versions} == {0, 1, 2}
-    apart = 0.0
-    for prompt, done in completions:
-        ids, cache, expected, begun = prompt + done.ids, DynamicCache(), [], 0
-        for version in range(3):
-            drawn = done.versions.count(version)
-            if not drawn:
-                continue
-            end = begun + (len(prompt) - 1 if begun == 0 else 0) + drawn  # the input before each token it drew
-            logits = weights[version](torch.tensor([ids[begun:end]]), past_key_values=cache).logits[0, -drawn:]
-            expected.append(logits.log_softmax(-1))
-            begun = end
-        now = torch.cat(expected).gather(-1, torch.tensor(done.ids)[:, None]).squeeze(-1)
-        torch.testing.assert_close(torch.tensor(done.logprobs), now, atol=1e-5, rtol=0)
-        fresh = logprobs_of(weights[2], prompt, done.ids)
-        at = torch.tensor(done.versions) == 2
-        apart = max(apart, float((fresh - now)[at].abs().max()) if at.any() else 0.0)
-    assert apart > 1e-3, "keys and values of earlier weights make a difference"
 
 
 def test_calls_of_several_threads_share_the_batch(model, start):

@@ -72,7 +72,6 @@ class BackgroundSampler(Sampler):
         settings: SamplingConfig,
         rows: int,
         longest: int,
-        keeps_cache: bool = False,
         seed: int = 0,
     ):
         """Copy the weights, and start the thread.
@@ -84,14 +83,13 @@ class BackgroundSampler(Sampler):
             settings: sampling settings of all requests.
             rows: requests at a time that the cache is sized for.
             longest: tokens of a request with its completion that the cache is sized for; for a longer one it grows.
-            keeps_cache: keep the keys and values of earlier weights after a sync, instead of computing them again.
             seed: seed of the draws, below `SEEDS`.
 
         Raises:
             EngineFailure: the model is not supported, or memory is too small.
         """
         self.lm: Any = deepcopy(policy.lm).requires_grad_(False)
-        self.tokenizer, self.settings, self.keeps_cache = tokenizer, settings, keeps_cache
+        self.tokenizer, self.settings = tokenizer, settings
         self.ends = list(end_ids) if settings.stop_at_eos else []
         self.version = 0
         self.flights: dict[str, _Flight] = {}
@@ -145,10 +143,10 @@ class BackgroundSampler(Sampler):
             self.version += 1
             for name, flight in list(self.flights.items()):
                 flight.switches.append((flight.sampled(), self.version))
-                if not self.keeps_cache:  # the rest of the request begins anew
-                    self.manager.cancel_request(name)
-                    del self.flights[name]
-                    self._continue(flight)
+                # The rest of the request begins anew, with keys and values of the new weights.
+                self.manager.cancel_request(name)
+                del self.flights[name]
+                self._continue(flight)
 
     def close(self) -> None:
         """Stop the thread; requests on their way fail."""
@@ -314,9 +312,9 @@ def start_background(engine: Engine, settings: RolloutConfig, rows: int, longest
     Raises:
         RunStopped: the model is not supported, or memory is too small.
     """
-    policy, tokenizer, end_ids, keeps = engine.policy, engine.tokenizer, engine.end_ids, settings.stale_cache == "keep"
+    policy, tokenizer, end_ids = engine.policy, engine.tokenizer, engine.end_ids
     try:
-        sampler = BackgroundSampler(policy, tokenizer, end_ids, settings, rows, longest, keeps, int(seed * SEEDS))
+        sampler = BackgroundSampler(policy, tokenizer, end_ids, settings, rows, longest, int(seed * SEEDS))
     except EngineFailure as failure:
         raise RunStopped(f"rollout.engine {settings.engine} cannot sample ahead: {failure}") from failure
     return BackgroundEngine(policy, tokenizer, end_ids, engine.precision, sampler, engine.budget)
