@@ -7,7 +7,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from helpers.commands import imported
 from tokencredit import Callback, ConfigError, PPOConfig, PPOTrainer
-from tokencredit.text.callbacks import EVENTS, TRANSFORMERS_EVENTS, check_callbacks
+from tokencredit.text.callbacks import EVENTS, check_callbacks
 
 STAGES = ("iteration", "rollout", "reference", "reward", "update", "evaluation", "audit")
 
@@ -83,16 +83,12 @@ def test_a_value_is_no_method():
             EarlyStoppingCallback(),
             r"\(EarlyStoppingCallback\) .*subclass tokencredit.Callback, .*on_evaluate → after_eval",
         ),
-        (TrainerCallback(), r"is a transformers.TrainerCallback, .* subclass tokencredit.Callback$"),
+        (TrainerCallback(), r"is a transformers.TrainerCallback, .* subclass tokencredit.Callback"),
     ],
 )
 def test_other_objects_are_refused(callback, message):
     with pytest.raises(ConfigError, match=message):
         check_callbacks([Callback(), callback])
-
-
-def test_every_method_of_transformers_has_an_answer():
-    assert set(TRANSFORMERS_EVENTS) == {name for name in vars(TrainerCallback) if name.startswith("on_")}
 
 
 def test_the_check_imports_neither_transformers_nor_torch():

@@ -35,7 +35,7 @@ def config(settings=None):
         ({"model": tc.ModelConfig()}, r"^model is ModelConfig\(.*; it must be a str, a hub id or folder, or a loaded"),
         ({"model": torch.nn.Linear(1, 1)}, r"^model is Linear\(.*; it must be a str"),
         ({"args": {"kl.coef": 0.1}}, r"^args is a dict; give a PPOConfig, such as PPOConfig\.from_dict"),
-        ({"processing_class": "gpt2"}, r"^processing_class is 'gpt2'; it must be a tokenizer, such as AutoTokenizer"),
+        ({"processing_class": "gpt2"}, r"^processing_class is 'gpt2'; it must be a Transformers tokenizer"),
         (
             {"peft_config": tc.LoraConfig(rank=4)},
             r"^peft_config is LoraConfig\(rank=4.*; it must be .* as model\.lora$",

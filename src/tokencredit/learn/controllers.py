@@ -44,23 +44,12 @@ class AdaptiveKL(FixedKL):
     """
 
     def __init__(
-        self,
-        coef: float,
-        *,
-        target: float,
-        horizon: float,
-        bounds: tuple[float, float] = (1e-5, 10.0),
+        self, coef: float, *, target: float, horizon: float, bounds: tuple[float, float] = (1e-5, 10.0)
     ) -> None:
-        """Start from an initial coefficient.
+        """Start from `coef`, within the bounds; `ValueError` for a number out of its range.
 
-        Args:
-            coef: initial β, within the bounds.
-            target: target KL, in nats per sequence, above 0.
-            horizon: in sequences, above 0: at the largest error, coef changes by about e^±c over one horizon.
-            bounds: smallest and largest coefficient; the smallest is above 0, since no factor changes a 0.
-
-        Raises:
-            ValueError: a number is out of its range.
+        `target` is a KL in nats per sequence, above 0; at the largest error, coef changes by about e^±c over one
+        `horizon` of sequences. The lower bound is above 0, since no factor changes a 0.
         """
         require_positive("kl target", target)
         require_positive("kl horizon", horizon)
@@ -71,11 +60,7 @@ class AdaptiveKL(FixedKL):
         self.coef, self.target, self.horizon, self.bounds = coef, target, horizon, bounds
 
     def update(self, kl: float, sequences: int) -> None:
-        """Update the coefficient from the mean KL, in nats per sequence, of new sequences (over all processes).
-
-        Raises:
-            ValueError: the KL is NaN or infinite.
-        """
+        """Follow the mean KL, nats per sequence, of new sequences; `ValueError` if it is not finite."""
         if not math.isfinite(kl):
             raise ValueError(f"kl is {kl}; it must be finite")
         error = min(max(kl / self.target - 1, -ERROR_CLIP), ERROR_CLIP)
@@ -106,11 +91,7 @@ class RunningMoments:
         return math.sqrt(self._squares / self.count) if self.count else 0.0
 
     def update(self, x: Tensor, reduce: Reduce | None = None) -> None:
-        """Add a batch of any shape; `reduce` sums over processes, which then end with the same moments.
-
-        Raises:
-            ValueError: an element is NaN or infinite.
-        """
+        """Add a batch of any shape, summed over processes by `reduce`; `ValueError` if an element is not finite."""
         every = torch.ones_like(x, dtype=torch.bool)
         count, mean, variance = torch.stack(moments(x.detach(), every, reduce)).tolist()
         if not math.isfinite(mean + variance):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,18 +46,14 @@ class CriticSteps:
     def run(
         self, experience: Experience, passes: Iterable[tuple[Experience, Objective]], on_step: OnStep
     ) -> tuple[dict[str, float], int]:
-        """Take the steps; returns the metrics `critic_steps` and `critic_value_loss`, and the number of skipped steps.
+        """Take the steps of `passes`; returns `critic_steps` and `critic_value_loss`, and the number of skipped steps.
 
-        Args:
-            experience: the new experience, which the buffer keeps.
-            passes: experience of each pass, and the objective whose value loss it minimises.
-            on_step: called after each minibatch, and may raise.
+        The buffer keeps `experience`. `on_step` is called after each minibatch, and may raise.
         """
         losses: list[float] = []
         bad_steps = 0
         for source, objective in passes:
-            parts = minibatches(source, objective, self.settings.minibatches, self.generator, self.processes)
-            for minibatch in parts:
+            for minibatch in minibatches(source, objective, self.settings.minibatches, self.generator, self.processes):
                 loss, grad_norm = self.gradient(minibatch, objective)
                 if not self.processes.all(math.isfinite(loss + grad_norm)):
                     bad_steps += 1
@@ -93,15 +89,11 @@ class CriticSteps:
         return loss, grad_norm
 
 
-BUFFERED = ("mask", "lengths", "values", "returns", "value_mask")
-"""Tensors of an experience, besides its inputs, that the critic reads."""
-
-
 class ReturnBuffer:
     """Buffer of the last experiences, reduced to the critic's inputs, values and returns."""
 
     def __init__(self, size: int, inputs: Iterable[str]):
-        """Start empty; `size` is the capacity in experiences, `inputs` the names of the critic's inputs."""
+        """Start empty, with room for `size` experiences; `inputs` are the names of the critic's inputs."""
         self.inputs = tuple(inputs)
         self.experiences: deque[Experience] = deque(maxlen=size)
 
@@ -114,34 +106,31 @@ class ReturnBuffer:
 
     def state(self) -> list[dict[str, Any]]:
         """The experiences, oldest first, as copies: a checkpoint cannot hold tensors that share memory."""
+        names = ("mask", "lengths", "values", "returns", "value_mask")
         return [
             {"inputs": {name: x.clone() for name, x in experience.inputs.items()}}
-            | {name: x.clone() for name in BUFFERED if (x := getattr(experience, name)) is not None}
+            | {name: x.clone() for name in names if (x := getattr(experience, name)) is not None}
             for experience in self.experiences
         ]
 
     def load(
-        self,
-        states: Sequence[Sequence[dict[str, Any]]],
-        device: torch.device,
-        share: Callable[[int], slice] | None = None,
+        self, states: Sequence[Sequence[dict[str, Any]]], device: torch.device, share: Callable[[int], slice] | None
     ) -> None:
         """Restore the results of `state`, of this process or of all that wrote the checkpoint, on a device.
 
         `share` selects this process's rows of all; None keeps them.
         """
+
+        def buffered(tensors: dict[str, Any]) -> Experience:
+            inputs = {name: x.to(device) for name, x in tensors["inputs"].items()}
+            own = {name: x.to(device) for name, x in tensors.items() if name != "inputs"}
+            empty = own["returns"][:, :0]
+            return Experience(inputs, logprobs=empty, advantages=empty, **own)
+
         self.experiences.clear()
         for parts in zip(*states, strict=True):
-            experience = joined([_buffered(tensors, device) for tensors in parts])
+            experience = joined([buffered(tensors) for tensors in parts])
             self.experiences.append(experience if share is None else experience.select(share(len(experience))))
-
-
-def _buffered(tensors: Mapping[str, Any], device: torch.device) -> Experience:
-    """An experience from its part of `ReturnBuffer.state`."""
-    inputs = {name: x.to(device) for name, x in tensors["inputs"].items()}
-    own = {name: x.to(device) for name, x in tensors.items() if name != "inputs"}
-    empty = own["returns"][:, :0]
-    return Experience(inputs, logprobs=empty, advantages=empty, **own)
 
 
 def unclipped(objective: Objective) -> Objective:

@@ -26,7 +26,7 @@ class Experience:
 
     inputs: dict[str, Tensor]
     mask: Tensor
-    """Bool, true at the tokens or steps in the loss; may be false in a whole row."""
+    """True at the tokens or steps in the loss; may be false in a whole row."""
     lengths: Tensor
     """`[batch]`, int64: tokens or steps of each row in a forward pass."""
     logprobs: Tensor
@@ -81,7 +81,13 @@ class Experience:
     def padded(self, widths: Iterable[int]) -> Experience:
         """The experience with second axes as long as the result of `widths`, of this or another one."""
         width = iter(widths)
-        return self.map(lambda name, x: _widened(name, x, next(width)))
+
+        def widened(name: str, x: Tensor) -> Tensor:
+            missing = next(width) - (x.shape[1] if x.dim() > 1 else 0)
+            sides = (missing, 0) if name in LEFT_PADDED else (0, missing)
+            return pad(x, (0, 0) * (x.dim() - 2) + sides) if missing else x
+
+        return self.map(widened)
 
     def select(self, rows: Tensor | slice) -> Experience:
         """Select rows, in the given order."""
@@ -94,14 +100,6 @@ def joined(parts: Sequence[Experience]) -> Experience:
     columns = zip(*(part.padded(widths).columns() for part in parts), strict=True)
     whole = iter([torch.cat(column) for column in columns])
     return parts[0].map(lambda _name, _part: next(whole))
-
-
-def _widened(name: str, x: Tensor, width: int) -> Tensor:
-    """A tensor padded along its second axis, if it has one."""
-    missing = width - (x.shape[1] if x.dim() > 1 else 0)
-    if missing == 0:
-        return x
-    return pad(x, (0, 0) * (x.dim() - 2) + ((missing, 0) if name in LEFT_PADDED else (0, missing)))
 
 
 def critic_metrics(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce | None = None) -> dict[str, float]:

@@ -52,15 +52,8 @@ class Learner:
     ):
         """Store the parts and wrap the model for data parallelism.
 
-        Args:
-            model: the model to train.
-            optimizer: over its parameters; a group's `metric` names its learning rate in the metrics, default `lr`.
-            passes: forward passes of the wrapped model on an experience's inputs, and of the critic alone.
-            objective: the loss.
-            settings: the update's settings.
-            schedule: learning-rate factor at an iteration, counted from 0.
-            generator: shuffles the rows.
-            processes: the processes of the job.
+        A parameter group's `metric` names its learning rate in the metrics, default `lr`. `schedule` is the
+        learning-rate factor at an iteration, counted from 0; `generator` shuffles the rows.
         """
         self.model, self.optimizer, self.objective, self.settings = model, optimizer, objective, settings
         self.schedule, self.generator, self.processes = schedule, generator, processes
@@ -86,17 +79,14 @@ class Learner:
         Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
 
         Args:
-            experience: this process's share of one rollout with its credit. The rows of all processes are shuffled
-                together, so that one process, or several, take the same steps.
+            experience: this process's share of one rollout with its credit.
             frozen: parameters that the joint steps of policy and critic do not change.
-            on_step: called after each minibatch, and may raise. A step with a non-finite loss or gradient is skipped,
-                and counts only in the metric `bad_steps`.
+            on_step: called after each minibatch, and may raise. A step with a non-finite loss or gradient is skipped.
 
         Returns:
-            `loss`, its parts and `grad_norm` as means over minibatches, the ratio metrics over all tokens,
-            `first_ratio_error`, and the numbers of `steps` taken and `bad_steps` skipped. A minibatch without acted
-            tokens is left out: it takes no step and counts in no mean. Critic-only steps add their number,
-            `critic_steps`, and the value loss of their last pass, `critic_value_loss`.
+            `loss`, its parts and `grad_norm` as means over minibatches with acted tokens, the ratio metrics over all
+            tokens, `first_ratio_error`, and the numbers of `steps` taken and `bad_steps` skipped. Critic-only steps
+            add their number, `critic_steps`, and the value loss of their last pass, `critic_value_loss`.
 
         Raises:
             NonFiniteUpdate: a loss or gradient was not finite, and `on_step` re-raises it.
@@ -143,13 +133,10 @@ class Learner:
     def pretrain_critic(
         self, experience: Experience, *, scale: float = 1.0, on_step: OnStep = raise_non_finite
     ) -> dict[str, float]:
-        """Fit the critic to the returns of one rollout, with as many steps as it takes in an update.
+        """Fit the critic's own parameters to the returns of one rollout, with as many steps as it takes in an update.
 
-        Ignores the learning-rate schedule and the value clip, which would slow down a critic that is still far off.
-        Only the critic's own parameters change.
-
-        `scale` is a factor on the full learning rates; all else is as in `update`. Returns `critic_steps` and
-        `critic_value_loss`, if a step was taken, and `bad_steps`.
+        Ignores the learning-rate schedule and the value clip, which would slow down a critic that is still far off;
+        `scale` is a factor on the full learning rates. Returns the critic's metrics of `update`, and `bad_steps`.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = scale * group["initial_lr"]
@@ -173,15 +160,9 @@ class Learner:
     def load(
         self, shared: Mapping[str, Any], own: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Restore the result of `state`.
+        """Restore the two parts of `state`; `ValueError` if the weights or moments do not fit this model.
 
-        Args:
-            shared: the shared part.
-            own: this process's part.
-            everyone: the parts of all processes if another number of them wrote the state, else None.
-
-        Raises:
-            ValueError: the weights or moments do not fit this model.
+        `everyone` has the parts of all processes if another number of them wrote the state.
         """
         load_trained_weights(self.model, shared["weights"])
         load_optimizer_state(self.optimizer, self.model, shared["optimizer"])

@@ -15,7 +15,6 @@ from tokencredit.learn.objective import Objective
 
 PASS_OVERHEAD = 256
 """Fixed cost of an extra forward pass on a CPU, in tokens: split a batch only if that saves more padding."""
-
 PASS_OVERHEAD_ON_ACCELERATORS = 4096
 """Fixed cost of an extra forward pass on other devices, in tokens; only large products keep them busy."""
 
@@ -27,19 +26,16 @@ def minibatches(
 
     On an empty minibatch, momentum and weight decay alone would still move the weights.
 
-    The rows of all processes are shuffled together and split into minibatches whose sizes differ by at most one, and
-    each minibatch is split among the processes in the same way. So one process, or several, take the same steps.
-
-    Args:
-        experience: this process's rows; processes may have different numbers of them.
-        objective: counts the tokens.
-        count: number of minibatches.
-        generator: shuffles; in the same state in every process.
-        processes: the processes of the job.
+    The rows of all processes, which may differ in number, are shuffled together and split into `count` minibatches
+    whose sizes differ by at most one, and each minibatch is split among the processes in the same way. So one process,
+    or several, take the same steps. The generator is in the same state in every process.
     """
     shares = [len(experience)]
     if processes.count > 1:
-        experience, shares = aligned(experience, processes)
+        # Pad to the longest prompt and response of all processes, and learn how many rows each of them has.
+        sizes = torch.tensor([[len(experience), *experience.widths()]], device=experience.mask.device)
+        everywhere = processes.gather(sizes)
+        experience, shares = experience.padded(everywhere.amax(0)[1:].tolist()), everywhere[:, 0].tolist()
     mask = processes.gather_rows(experience.mask, shares)
     sparse = None if experience.value_mask is None else processes.gather_rows(experience.value_mask, shares)
     shuffled = torch.randperm(len(mask), generator=generator).to(mask.device).tensor_split(count)
@@ -51,13 +47,6 @@ def minibatches(
     parts = assign_rows(experience, [rows for rows, _ in counted], shares, processes)
     for (_, (tokens, *numbers)), part in zip(counted, parts, strict=True):
         yield replace(part, tokens=tokens, counts=numbers)
-
-
-def aligned(experience: Experience, processes: Processes) -> tuple[Experience, list[int]]:
-    """An experience padded to the longest prompt and response of all processes; and each process's number of rows."""
-    sizes = torch.tensor([[len(experience), *experience.widths()]], device=experience.mask.device)
-    everywhere = processes.gather(sizes)
-    return experience.padded(everywhere.amax(0)[1:].tolist()), everywhere[:, 0].tolist()
 
 
 def assign_rows(
@@ -83,13 +72,9 @@ def assign_rows(
 
 
 def micro_batches(minibatch: Experience, budget: int | None, lockstep: Processes | None) -> list[Experience]:
-    """Micro-batches of rows of similar length.
+    """Micro-batches of rows of similar length, of at most `budget` tokens each, padding included.
 
-    Args:
-        minibatch: the rows.
-        budget: most tokens per micro-batch, padding included; None for no limit.
-        lockstep: processes that make as many passes as the one with most, because each pass is collective: the others
-            add passes that are not `real`. None if processes may make different numbers of passes.
+    The passes of `lockstep` processes are collective: those with fewer micro-batches add some that are not `real`.
     """
     batches = length_batches(minibatch.lengths, budget)
     parts = [minibatch if len(batches) == 1 else minibatch.select(rows) for rows in batches]
@@ -107,13 +92,10 @@ def length_batches(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
 
     Args:
         lengths: `[batch]`, int64.
-        budget: most tokens per batch, padding included; None for no limit.
+        budget: most tokens per batch, padding included; `ValueError` if a single row is longer.
 
     Returns:
         Row indices, one tensor per batch, the longest rows first.
-
-    Raises:
-        ValueError: a single row is longer than the budget.
     """
     overhead = PASS_OVERHEAD if lengths.device.type == "cpu" else PASS_OVERHEAD_ON_ACCELERATORS
     longest = np.sort(np.array(lengths.tolist(), dtype=np.int64))[::-1]

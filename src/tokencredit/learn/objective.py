@@ -184,14 +184,10 @@ class Objective:
         return torch.stack([count, reduction_count(sparse, self.reduction, horizon)])
 
     def token_losses(self, now: TokenStats, rows: Experience, at: Tensor) -> dict[str, Tensor]:
-        """Each term of the policy loss at acted tokens, before its coefficient.
+        """Each term of the policy loss at acted tokens `[tokens]`, before its coefficient.
 
-        Importance weights (`Experience.weights`) multiply the surrogate alone; entropy and KL are unweighted.
-
-        Args:
-            now: statistics of the tokens, `[tokens]` each.
-            rows: the micro-batch.
-            at: indices of the tokens in its flattened `[batch, time]` tensors.
+        `at` has the tokens' indices in the flattened tensors of `rows`. Importance weights (`Experience.weights`)
+        multiply the surrogate alone; entropy and KL are unweighted.
         """
         assert now.logprobs is not None
         if self.interpolation is not None:
@@ -236,10 +232,8 @@ class SequenceObjective(Objective):
     def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor:
         """The policy loss of all acted tokens of the rows."""
         flat = logprobs.new_zeros(rows.mask.numel()).index_copy(0, at, logprobs)
-        losses = sequence_surrogate(
-            flat.view(rows.mask.shape), rows.logprobs, rows.advantages, rows.mask, clip=self.clip
-        )
-        return losses.flatten()[at]
+        now = flat.view(rows.mask.shape)
+        return sequence_surrogate(now, rows.logprobs, rows.advantages, rows.mask, clip=self.clip).flatten()[at]
 
     def clipped(self, logprobs: Tensor, rows: Experience) -> Tensor:
         """All tokens of the rows whose mean ratio is outside `clip`."""
@@ -260,9 +254,8 @@ class WeightedObjective(Objective):
 
     def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor:
         """The policy loss at acted tokens."""
-        now, old, advantages = (
-            x.unsqueeze(0) for x in (logprobs, rows.logprobs.flatten()[at], rows.advantages.flatten()[at])
-        )
+        tokens = (logprobs, rows.logprobs.flatten()[at], rows.advantages.flatten()[at])
+        now, old, advantages = (x.unsqueeze(0) for x in tokens)
         mask = torch.ones_like(now, dtype=torch.bool)
         weights = self._weights(now, old, advantages, mask)
         return weighted_policy_gradient(now, advantages, weights, mask).squeeze(0)
@@ -334,12 +327,6 @@ class MicroBatchLoss:
             losses = histogram_loss(now.histogram.logits, rows.returns.flatten()[acted], now.histogram.edges)
             return weighted_sum(losses, weights.flatten()[acted])
         assert rows.values is not None
-        losses = value_loss(
-            now.values,
-            rows.values,
-            rows.returns,
-            rows.mask,
-            clip=objective.value_clip,
-            huber_delta=objective.huber_delta,
-        )
+        clip, huber_delta = objective.value_clip, objective.huber_delta
+        losses = value_loss(now.values, rows.values, rows.returns, rows.mask, clip=clip, huber_delta=huber_delta)
         return weighted_sum(losses, weights)

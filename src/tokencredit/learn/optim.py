@@ -10,19 +10,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tokencredit.core.argument_checks import require_choice, require_fraction, require_positive
 
-OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("constant", "linear", "cosine")
-
 ParamGroup = dict[str, Any]
 """`params` and what differs from the defaults, such as `lr` and `weight_decay`."""
 
 
 def build_optimizer(
-    groups: Sequence[ParamGroup],
-    name: str = "adamw",
-    *,
-    hidden: Iterable[Tensor] = (),
-    eps: float = 1e-8,
+    groups: Sequence[ParamGroup], name: str = "adamw", *, hidden: Iterable[Tensor] = (), eps: float = 1e-8
 ) -> torch.optim.Optimizer:
     """Build AdamW, or Muon for the hidden matrices with AdamW for everything else.
 
@@ -33,18 +26,14 @@ def build_optimizer(
     Args:
         groups: dicts of `params` (tensors), `lr` and, if it is not 0, `weight_decay`; `constant` if the schedule does
             not apply to their learning rate.
-        name: one of `OPTIMIZERS`.
-        hidden: the matrices for Muon; see `hidden_matrices`. They are moved out of their groups, and keep their `lr`
-            and `weight_decay`.
+        name: "adamw" or "muon".
+        hidden: the matrices for Muon, see `hidden_matrices`; each keeps the `lr` and `weight_decay` of its group.
         eps: AdamW's epsilon.
-
-    Returns:
-        One optimizer; with "muon" a `MuonAdamW`.
 
     Raises:
         ValueError: unknown name; "muon" without a hidden matrix.
     """
-    require_choice("optimizer", name, OPTIMIZERS)
+    require_choice("optimizer", name, ("adamw", "muon"))
     groups = [
         {"weight_decay": 0.0, "initial_lr": group["lr"], **group, "params": list(group["params"])} for group in groups
     ]
@@ -87,9 +76,13 @@ class MuonAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor) and parameter.grad is not None:
                     self._step_whole(group, parameter)
-        hidden = self._without_sharded_gradients(muon)
+        # The matrices that are not sharded: Muon leaves those without a gradient.
+        sharded = [p for group in muon.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        gradients = [parameter.grad for parameter in sharded]
+        for parameter in sharded:
+            parameter.grad = None
         muon.step()
-        for parameter, gradient in hidden:
+        for parameter, gradient in zip(sharded, gradients, strict=True):
             parameter.grad = gradient
         for part in others:
             part.step()
@@ -108,14 +101,6 @@ class MuonAdamW(torch.optim.Optimizer):
         muon.step()
         parameter.copy_(_like(whole.detach(), parameter))
         self.state[parameter] = {name: _like(x, parameter) for name, x in muon.state[whole].items()}
-
-    def _without_sharded_gradients(self, part: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor | None]]:
-        """Take the gradients of sharded parameters away, so that `part` leaves them; returns them."""
-        sharded = [p for group in part.param_groups for p in group["params"] if isinstance(p, DTensor)]
-        gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in sharded]
-        for parameter in sharded:
-            parameter.grad = None
-        return gradients
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the result of `state_dict()`."""
@@ -148,14 +133,8 @@ def hidden_matrices(model: nn.Module, exclude: Iterable[Tensor] = ()) -> list[nn
     """
     excluded = {id(parameter) for parameter in exclude}
     excluded |= {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    return [
-        parameter
-        for parameter in model.parameters()
-        if parameter.requires_grad
-        and parameter.dim() == 2
-        and min(parameter.shape) > 1
-        and id(parameter) not in excluded
-    ]
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and min(p.shape) > 1]
+    return [parameter for parameter in matrices if id(parameter) not in excluded]
 
 
 def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float = 0.0) -> Callable[[int], float]:
@@ -168,16 +147,10 @@ def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float =
     - "linear": 1 − (1 − final_scale) q
     - "cosine": final_scale + (1 − final_scale) (1 + cos πq) / 2, Loshchilov and Hutter 2017 (arXiv 1608.03983), eq. 5
 
-    Args:
-        name: one of `SCHEDULES`.
-        warmup: steps below the full rate.
-        total: total number of steps; unused by "constant".
-        final_scale: the factor at the end, in [0, 1].
-
     Raises:
         ValueError: unknown name, a negative warm-up, a total that is not above the warm-up, a scale outside [0, 1].
     """
-    require_choice("schedule", name, SCHEDULES)
+    require_choice("schedule", name, ("constant", "linear", "cosine"))
     require_fraction("final_scale", final_scale)
     if warmup < 0:
         raise ValueError(f"warmup is {warmup}; it must be at least 0")
@@ -185,7 +158,6 @@ def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float =
         raise ValueError(f"total is {total}; it must be above warmup, which is {warmup}")
 
     def factor(step: int) -> float:
-        """The factor of a step, from 0."""
         if step < warmup:
             return (step + 1) / (warmup + 1)
         if name == "constant":
@@ -198,17 +170,9 @@ def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float =
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """Clip the global gradient norm to `max_norm`; returns the norm before clipping.
+    """Clip the global gradient norm to `max_norm`, above 0; None only measures.
 
-    Args:
-        parameters: the parameters whose gradients form one vector.
-        max_norm: above 0; None only measures.
-
-    Returns:
-        A scalar on the parameters' device; NaN or infinite if a gradient is.
-
-    Raises:
-        ValueError: `max_norm` is not above 0.
+    Returns the norm before clipping, a scalar on the parameters' device; NaN or infinite if a gradient is.
     """
     parameters = list(parameters)
     plain = [p for p in parameters if not isinstance(p, DTensor)]

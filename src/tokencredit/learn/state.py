@@ -35,11 +35,7 @@ def sharded_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_trained_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load the result of `trained_weights` into a module.
-
-    Raises:
-        ValueError: the weights do not fit this module.
-    """
+    """Load the result of `trained_weights` into a module; `ValueError` if they do not fit."""
     own = trained_weights(module)
     if set(own) != set(weights):
         differing = sorted(set(own) ^ set(weights))
@@ -57,11 +53,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load the result of `optimizer_state`; settings, such as learning rates, stay as they are.
-
-    Raises:
-        ValueError: the state does not fit these parameters.
-    """
+    """Load the result of `optimizer_state`; settings, such as learning rates, stay. `ValueError` if it does not fit."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     indices = {names[p]: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     shapes = {name: parameter.shape for parameter, name in names.items()}

@@ -81,12 +81,10 @@ class StepRecord(NamedTuple):
 
 
 def update_metrics(records: Sequence[Sequence[StepRecord]], clip: Clip, processes: Processes) -> dict[str, float]:
-    """Mean loss and terms over minibatches, and metrics of ratios and weights over all tokens of all passes; all
-    processes count.
+    """Mean loss and terms over minibatches, and metrics of ratios and weights over all tokens, of all processes.
 
-    `first_ratio_error` is the largest deviation of the ratio from 1 in the first minibatch, e^|log r| − 1. The policy
-    is then still the sampling policy, so anything beyond rounding is a bug: 8e-6 in float32; in bfloat16 up to 5e-2,
-    since each pass pads and batches rows its own way.
+    `first_ratio_error` is the largest deviation of the ratio from 1 in the first minibatch, e^|log r| − 1. Beyond
+    rounding it is a bug: 8e-6 in float32; in bfloat16 up to 5e-2, since each pass batches rows its own way.
     """
     micro_batches = [micro for record in records for micro in record]
     names = ["loss", *micro_batches[0].parts]

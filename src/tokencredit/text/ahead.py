@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -18,31 +18,15 @@ from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.background import BackgroundEngine, start_background
 from tokencredit.text.models.critic import Critic
-from tokencredit.text.pipeline import Pipeline, Source
+from tokencredit.text.pipeline import Pipeline
 
 
-class TrainingSource(Source, Protocol):
-    """The source of a run's batches, whose position a checkpoint keeps."""
-
-    def weights_changed(self) -> None:
-        """Use the policy's weights, which have changed."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State before the next batch."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
-
-    def close(self) -> None:
-        """End what runs in the background."""
-
-
-@dataclass(frozen=True)
 class CurrentPolicy:
     """The source of a stream's batches, each sampled from the current policy when it is needed."""
 
-    pipeline: Pipeline
-    stream: BatchStream
+    def __init__(self, pipeline: Pipeline, stream: BatchStream):
+        """Sample nothing yet."""
+        self.pipeline, self.stream = pipeline, stream
 
     def sample(self, later: int) -> Batch:  # noqa: ARG002  (the Source protocol)
         """Sample the next batch."""
@@ -54,7 +38,7 @@ class CurrentPolicy:
         """Do nothing: the engine has the weights."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the stream."""
+        """State before the next batch, for a checkpoint."""
         return self.stream.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,13 +49,7 @@ class CurrentPolicy:
         """Do nothing."""
 
 
-class _Begun(NamedTuple):
-    state: dict[str, Any]
-    """State of the stream before the batch was drawn."""
-    sampled: Future[Batch]
-
-
-class SamplesAhead:
+class SamplesAhead(CurrentPolicy):
     """Batches of a stream, sampled up to `max_age` updates before they are learned from."""
 
     def __init__(
@@ -85,14 +63,11 @@ class SamplesAhead:
     ):
         """Sample nothing yet.
 
-        Args:
-            pipeline: the run's; its engine computes log-probs and values when a batch is taken.
-            stream: prompts and uniforms.
-            settings: sampling settings and `max_age`.
-            report: called with a line when a sampler has failed.
-            recompute: the update needs log-probs of the policy at its start.
+        `report` is called with a line when a sampler has failed; with `recompute` the update needs log-probs of the
+        policy at its start.
         """
-        self.run, self.stream, self.settings, self.report = pipeline, stream, settings, report
+        super().__init__(pipeline, stream)
+        self.settings, self.report = settings, report
         critic = pipeline.policy.critic
         self.scores = (
             recompute
@@ -104,7 +79,8 @@ class SamplesAhead:
         self.engine: BackgroundEngine | None = None
         """Samples in the background; None before the first batch."""
         self.threads: ThreadPoolExecutor | None = None
-        self.batches: deque[_Begun] = deque()
+        self.batches: deque[tuple[dict[str, Any], Future[Batch]]] = deque()
+        """Batches on their way, each with the state of the stream before it was drawn."""
         self.proven = False
         """True once a batch has shown that the copy of the weights is the policy."""
 
@@ -112,9 +88,6 @@ class SamplesAhead:
         """The next batch, sampled to its end, with the age of each token, and scored by the policy if `scores`.
 
         After a failure of the sampler, batches that were not taken are sampled anew by another one.
-
-        Args:
-            later: number of batches that the run needs after this one; no more are begun.
 
         Raises:
             EngineLost: the sampler failed twice in a row.
@@ -136,23 +109,23 @@ class SamplesAhead:
             prompts, uniforms = self.stream.next_batch()
             self.engine = self.engine or self._start(prompts, uniforms)
             self.threads = self.threads or ThreadPoolExecutor(self.settings.max_age + 1, "sampling")
-            self.batches.append(_Begun(state, self.threads.submit(self._sample, self.engine, prompts, uniforms)))
-        # Wait for the oldest one.
-        sampled = self.batches[0].sampled.result()
+            self.batches.append((state, self.threads.submit(self._sample, self.engine, prompts, uniforms)))
+        # Wait for the oldest one, which stays in the queue if its sampler fails.
+        sampled = self.batches[0][1].result()
         self.batches.popleft()
         assert self.engine is not None
         rollout = replace(sampled.rollout, age=self.engine.ages(sampled.rollout))
         # The policy of now scores it; the first batch also proves that the copy has the policy's weights.
         if self.scores or not self.proven:
-            scored = self.run.engine.exact(rollout, self.settings)
+            scored = self.pipeline.engine.exact(rollout, self.settings)
             self.proven = self.proven or self.engine.proves(scored, self.settings)
             rollout = scored if self.scores else rollout
         return replace(sampled, rollout=rollout)
 
     def _sample(self, engine: BackgroundEngine, prompts: PromptBatch | TaskBatch, uniforms: Tensor) -> Batch:
         """Sample a batch, in a thread, and start the calls of slow reward terms."""
-        player = None if self.run.player is None else replace(self.run.player, engine=engine)
-        pipeline = replace(self.run, engine=engine, player=player)
+        player = None if self.pipeline.player is None else replace(self.pipeline.player, engine=engine)
+        pipeline = replace(self.pipeline, engine=engine, player=player)
         return pipeline.start_rewards(pipeline.sample(prompts, self.settings, uniforms, self.settings.per_prompt))
 
     def weights_changed(self) -> None:
@@ -166,11 +139,11 @@ class SamplesAhead:
 
     def state_dict(self) -> dict[str, Any]:
         """State of the stream before the first batch that was not taken, which is sampled again after a resume."""
-        return self.batches[0].state if self.batches else self.stream.state_dict()
+        return self.batches[0][0] if self.batches else self.stream.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the stream back, and drop the batches that it gave since."""
-        self.stream.load_state_dict(state)
+        super().load_state_dict(state)
         self.batches.clear()
 
     def close(self) -> None:
@@ -194,4 +167,4 @@ class SamplesAhead:
         settings = self.settings
         width = prompts.ids.shape[1] if isinstance(prompts, PromptBatch) else settings.max_new_tokens
         rows, longest = len(uniforms) * (settings.max_age + 1), width + settings.max_new_tokens
-        return start_background(self.run.engine, settings, rows, longest, float(uniforms[0, 0]))
+        return start_background(self.pipeline.engine, settings, rows, longest, float(uniforms[0, 0]))

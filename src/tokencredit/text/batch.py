@@ -158,13 +158,7 @@ class Batch:
     def samples(
         self, tokenizer: PreTrainedTokenizerBase, rows: Iterable[int], new_logprobs: Tensor | None = None
     ) -> list[dict[str, Any]]:
-        """Records of completions for samples.jsonl, with per-token numbers.
-
-        Args:
-            tokenizer: the policy's.
-            rows: indices of the completions.
-            new_logprobs: `[count, time]`, log-probs of the first `count` completions after the update.
-        """
+        """Records of these rows for samples.jsonl; `new_logprobs` `[count, time]` are of the first rows, updated."""
         return [self._sample(row, tokenizer, new_logprobs) for row in rows]
 
     def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor | None) -> dict[str, Any]:
@@ -205,12 +199,7 @@ class Batch:
 
 
 def behavior_metrics(rollout: Rollout, weights: Tensor | None, processes: Processes) -> dict[str, float]:
-    """Distance from the log-probs of the update to those of the draws, over the tokens of all processes.
-
-    Returns:
-        `behavior_ratio` and `behavior_kl`; with weights also `weight_mean`, `weight_zero` and `weight_ess`
-        (`core.off_policy.CorrectionStats`).
-    """
+    """Distance from the log-probs of the update to those of the draws, over the tokens of all processes."""
     behavior, mask = rollout.behavior_logprobs, rollout.mask
     assert behavior is not None
     stats = correction_stats(weights, rollout.logprobs, behavior, mask)
@@ -244,14 +233,9 @@ def text_hashes(prompts: Sequence[str], completions: Sequence[str]) -> Tensor:
 
 
 def token_pairs(ids: Tensor, mask: Tensor) -> tuple[int, Tensor, int]:
-    """Count token bigrams.
+    """The number of token bigrams, the distinct ones as one integer each, and the number distinct within their row.
 
-    Args:
-        ids: `[batch, time]`, int64, below 2³¹.
-        mask: `[batch, time]`, true at tokens.
-
-    Returns:
-        The number of bigrams, the distinct ones encoded as one integer each, and the number distinct within their row.
+    `ids` `[batch, time]` are int64 and below 2³¹.
     """
     both = mask[:, 1:] & mask[:, :-1]
     pairs = ((ids[:, :-1] << 32) + ids[:, 1:])[both]

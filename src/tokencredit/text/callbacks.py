@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tokencredit.errors import ConfigError
@@ -78,24 +78,16 @@ EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_"))
 """Names of callback methods."""
 
 TRANSFORMERS_EVENTS = {
-    "on_init_end": "code after PPOTrainer(…)",
-    "on_train_begin": "code before trainer.train()",
-    "on_train_end": "code after trainer.train()",
-    "on_epoch_begin": "before_iteration",
-    "on_epoch_end": "after_iteration",
     "on_step_begin": "before_iteration",
     "on_step_end": "after_iteration",
-    "on_pre_optimizer_step": "before_update",
-    "on_optimizer_step": "after_update",
-    "on_substep_end": "after_update",
-    "on_evaluate": "after_evaluation",
-    "on_predict": "after_evaluation",
-    "on_prediction_step": "after_evaluation",
     "on_log": "after_iteration",
     "on_save": "after_iteration",
-    "on_push_begin": "after_iteration",
+    "on_pre_optimizer_step": "before_update",
+    "on_optimizer_step": "after_update",
+    "on_evaluate": "after_evaluation",
 }
-"""Methods of `transformers.TrainerCallback` and their replacements here."""
+"""Common methods of `transformers.TrainerCallback` and their replacements here."""
+METHODS = f"subclass tokencredit.Callback, which has {', '.join(EVENTS)}"
 
 
 def check_callbacks(callbacks: Iterable[object] | None) -> list[object]:
@@ -107,34 +99,23 @@ def check_callbacks(callbacks: Iterable[object] | None) -> list[object]:
         name, kind = f"callbacks[{position}]", type(callback).__name__
         if isinstance(callback, type):
             raise ConfigError(f"{name} is the class {callback.__name__}; pass an instance, {callback.__name__}()")
-        foreign = _transformers_methods(callback)
-        if foreign is not None:
-            instead = "; ".join(f"{method} → {TRANSFORMERS_EVENTS[method]}" for method in foreign)
-            raise ConfigError(
-                f"{name} ({kind}) is a transformers.TrainerCallback, which PPOTrainer never calls; subclass "
-                "tokencredit.Callback" + (f", with {instead}" if foreign else "")
-            )
-        for method in _unknown_methods(callback):
-            raise ConfigError(f"{name} ({kind}) has a method {method}, which is never called; {_suggestion(method)}")
+        for base in type(callback).__mro__:  # without an import of Transformers
+            if base.__name__ == "TrainerCallback" and base.__module__.startswith("transformers."):
+                pairs = TRANSFORMERS_EVENTS.items()
+                own = [f"{old} → {new}" for old, new in pairs if getattr(type(callback), old) is not getattr(base, old)]
+                raise ConfigError(
+                    f"{name} ({kind}) is a transformers.TrainerCallback, which PPOTrainer never calls; "
+                    + "; ".join([METHODS, *own])
+                )
+        for method in dir(callback):
+            prefixed = method.startswith(("before_", "after_", "on_"))
+            if prefixed and method not in EVENTS and callable(getattr(callback, method)):
+                advice = _suggestion(method)
+                raise ConfigError(f"{name} ({kind}) has a method {method}, which is never called; {advice}")
         _check_signatures(callback, f"{name} ({kind})")
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
-            raise ConfigError(f"{name} is {callback!r}, which has no callback method; {_methods()}")
+            raise ConfigError(f"{name} is {callback!r}, which has no callback method; {METHODS}")
     return callbacks
-
-
-def _transformers_methods(callback: object) -> list[str] | None:
-    """The methods that a Transformers callback overrides; None for other objects. Does not import Transformers."""
-    classes = type(callback).__mro__
-    for depth, base in enumerate(classes):
-        if base.__name__ == "TrainerCallback" and base.__module__.partition(".")[0] == "transformers":
-            return [event for event in TRANSFORMERS_EVENTS if any(event in vars(sub) for sub in classes[:depth])]
-    return None
-
-
-def _unknown_methods(callback: object) -> Iterator[str]:
-    for name in dir(callback):
-        if name.startswith(("before_", "after_", "on_")) and name not in EVENTS and callable(getattr(callback, name)):
-            yield name
 
 
 def _check_signatures(callback: object, name: str) -> None:
@@ -150,9 +131,7 @@ def _check_signatures(callback: object, name: str) -> None:
             inspect.signature(method).bind(None, **dict.fromkeys(results))
         except TypeError as error:
             expected = ", ".join(["self", trainer, *results])
-            raise ConfigError(
-                f"{name} has a method {event} of another signature ({error}); it takes {expected}"
-            ) from error
+            raise ConfigError(f"{name} has {event} of another signature ({error}); it takes {expected}") from error
         except ValueError:  # written in C, without a signature
             continue
 
@@ -163,8 +142,4 @@ def _suggestion(method: str) -> str:
     when = "before" if method.startswith("before_") or method.endswith(("_begin", "_start")) else "after"
     stage = re.sub(r"^(before|after|on)_|_(begin|start|end)$", "", method)
     near = difflib.get_close_matches(f"{when}_{stage}", EVENTS, n=1)
-    return f"did you mean {near[0]}?" if near else _methods()
-
-
-def _methods() -> str:
-    return f"subclass tokencredit.Callback, which has {', '.join(EVENTS)}"
+    return f"did you mean {near[0]}?" if near else METHODS

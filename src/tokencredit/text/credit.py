@@ -45,13 +45,7 @@ class Credit:
     """Assigns credit, and keeps its running state: the KL coefficient and moments of earlier scores."""
 
     def __init__(self, args: PPOConfig, reduce: Reduce, first: int = 0):
-        """Start with empty running moments.
-
-        Args:
-            args: the run's configuration.
-            reduce: sums a tensor over processes.
-            first: number of this process's first completion in the batch of all processes.
-        """
+        """Start with empty running moments; `first` is the number of this process's first row in the whole batch."""
         self.args, self.reduce, self.first = args, reduce, first
         self.kl = build_kl(args.kl)
         self.scores = RunningMoments()
@@ -69,8 +63,7 @@ class Credit:
         still count in groups, running means and `score.normalize`, as in TRL's GRPOTrainer.
 
         Raises:
-            RunStopped: `advantage.bootstrap` is set, and a term scores whole completions; or `score.normalize` or
-            `score.clip` is, and none does.
+            RunStopped: the settings do not fit the kind of scores, of whole completions or per token.
         """
         args, rollout = self.args, scored.rollout
         self._check(scored)
@@ -102,11 +95,7 @@ class Credit:
         return batch, replace(experience, weights=batch.weights)
 
     def monte_carlo(self, scored: Batch) -> Experience:
-        """The experience for training the critic alone, with sampled returns whatever the estimator.
-
-        Raises:
-            RunStopped: as in `give`.
-        """
+        """The experience for training the critic alone, with sampled returns whatever the estimator."""
         self._check(scored)
         estimator = replace(self.args.advantage, estimator="monte_carlo")
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
@@ -136,9 +125,8 @@ class Credit:
         """Update the explained variance with a batch that the critic has not learned from yet."""
         values = scored.rollout.values
         assert values is not None, "the estimator needs a critic"
-        _, returns = self._estimate(
-            scored, score_rewards, kl_rewards, replace(self.args.advantage, estimator="monte_carlo")
-        )
+        sampled = replace(self.args.advantage, estimator="monte_carlo")
+        _, returns = self._estimate(scored, score_rewards, kl_rewards, sampled)
         explained = explained_variance(values, returns, self.valued(scored.rollout), self.reduce)
         if explained.isfinite():  # undefined for constant returns
             self.explained.update(explained.clamp(min=0))
@@ -182,12 +170,7 @@ class Credit:
         return rollout.mask if turns is None else turns.first
 
     def returns(self, scored: Batch, scale: ScoreScale) -> Tensor:
-        """Sampled returns `[batch, time]`: the discounted sum of rewards from each token on.
-
-        Args:
-            scored: the completions; running state is not updated.
-            scale: from `score_scale`.
-        """
+        """Sampled returns `[batch, time]`, the discounted sums of rewards; running state is not updated."""
         score_rewards, kl_rewards = self._rewards(scored, scale(scored.scores))
         options = {"gamma": self.args.advantage.gamma}
         returns, _ = estimate("reward_to_go", score_rewards + kl_rewards, options=options, **self._where(scored))
@@ -201,18 +184,12 @@ class Credit:
         """Rewards per token in two parts, `[batch, time]` each: normalised scores with other penalties, and −β · KL."""
         args, rollout, mask = self.args.score, scored.rollout, scored.rollout.mask
         overlong = None
-        if args.overlong_tokens is not None:
-            limit = self.args.rollout.max_new_tokens
-            overlong = overlong_penalty(
-                rollout.response_lengths(), limit=limit, tokens=args.overlong_tokens, penalty=args.overlong_penalty
-            )
+        if (tokens := args.overlong_tokens) is not None:
+            lengths, limit = rollout.response_lengths(), self.args.rollout.max_new_tokens
+            overlong = overlong_penalty(lengths, limit=limit, tokens=tokens, penalty=args.overlong_penalty)
+        eos, missing = ~rollout.truncated, args.missing_eos_penalty
         score_rewards = token_rewards(
-            scores,
-            mask,
-            eos=~rollout.truncated,
-            missing_eos_penalty=args.missing_eos_penalty,
-            overlong=overlong,
-            clip=args.clip,
+            scores, mask, eos=eos, missing_eos_penalty=missing, overlong=overlong, clip=args.clip
         )
         if scored.dense is not None:
             score_rewards[mask] += torch.tensor([x for row in scored.dense for x in row], device=mask.device)
@@ -259,9 +236,8 @@ class Credit:
         of_texts = self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) > 0
         if self.args.advantage.bootstrap and of_texts:
             raise RunStopped(
-                "advantage.bootstrap is True, and the reward scores whole completions; a truncated completion's score "
-                "would count twice, as reward and in the critic's value. Let every term of the reward return a list of "
-                "numbers, one per token, or set advantage.bootstrap: false"
+                "advantage.bootstrap is True, and the reward scores whole completions; a truncated one's score would "
+                "count twice: let every term return one number per token, or set advantage.bootstrap: false"
             )
         if keys and not of_texts:
             raise RunStopped(
@@ -301,7 +277,7 @@ class Credit:
         return {name: getattr(self, name).state_dict() for name in ("kl", "scores", "baseline", "explained")}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
-        """Restore the state of `state_dict`; parts without a state stay as they are."""
+        """Restore the state of `state_dict`; parts without a state stay."""
         for name, part in state.items():
             getattr(self, name).load_state_dict(part)
 

@@ -49,16 +49,10 @@ SEED_OFFSET = 1_000_003
 
 
 def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, args: PPOConfig) -> dict[str, float]:
-    """Sample `eval.best_of` completions for each of the first `eval.samples` prompts and compute metrics.
+    """Sample `eval.best_of` completions for each of the first `eval.samples` prompts and measure them.
 
     Returns:
-        `eval/reward`, `eval/best` (mean over prompts of the best reward of their completions), each term, `eval/kl`
-        (nats per sequence, if there is a reference model; `eval/log_ratio` if filters such as top_p bias the
-        estimate), `eval/length`, `eval/distinct` (share of distinct completions) and `eval/distinct_2` (share of
-        distinct token bigrams) and, of episodes, those of `turns.episode_record.episode_metrics`.
-
-    Raises:
-        UnusableBatch: a log-probability or reward is not finite, in any process.
+        The metrics of `measure`, each after `eval/`; `UnusableBatch` if one is not finite in any process.
     """
     processes, best_of, sampling = pipeline.processes, args.eval.best_of, args.evaluation_sampling()
     total = args.eval.samples * best_of
@@ -71,7 +65,11 @@ def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, args: PPOConfig) -> d
 
 
 def measure(scored: Batch, best_of: int, processes: Processes) -> dict[str, float]:
-    """Metrics of scored completions over all processes."""
+    """Metrics of scored completions over all processes.
+
+    The mean reward, `best` (mean over prompts of the best reward of their completions), each term, length, `kl` (nats
+    per sequence; `log_ratio` if filters such as top_p bias it), the shares of distinct completions and token bigrams.
+    """
     rollout, distance = scored.rollout, scored.kl()
     totals = scored.totals().cpu()
     sums: list[Tensor | float] = [len(totals), totals.sum(), totals.view(-1, best_of).amax(1).sum(), rollout.mask.sum()]
@@ -101,10 +99,6 @@ def evaluate_source(source: Source, which: str = "policy", reference: Source | N
         source: a run, or a model by name, with the configuration of prompts, rewards and evaluation.
         which: of a run, `policy`, `best`, or `base` for the model it started from.
         reference: reference model of the KL; None for the run's own, if it has one.
-
-    Raises:
-        ConfigError: a model cannot be loaded, or prompts or rewards cannot, or there are more processes than prompts.
-        RunStopped: a reward is not finite.
     """
     config, processes = source.config, Processes()
     check_evaluation_size(config, processes.count)
@@ -130,11 +124,10 @@ def load_pipeline(
     source: Source, which: str, reference: Source | None, processes: Processes
 ) -> tuple[Models, Pipeline]:
     """A source's models and pipeline with its reward terms; arguments and errors as in `evaluate_source`."""
+    config, kl = source.config, source.config.kl
     models = load_source(source, which, processes, reference=reference is None)
-    kl = source.config.kl
     if reference is not None:
         models, kl = with_reference(models, reference, processes), KLConfig()
-    config = source.config
     environments = environments_of(config)
     terms = load_terms(config, None, processes.device, environments)
     return models, replace(build_pipeline(config, models, terms, processes, environments), kl=kl)

@@ -39,8 +39,6 @@ from tokencredit.text.turns.play import EpisodePlayer
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
-
-
 MEMORY_ADVICE = {
     "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
     "reward": "lower the batch_size of the reward's terms",
@@ -63,11 +61,7 @@ class Source(Protocol):
     """Where a batch of completions comes from: sampled when it is needed, or ahead of time in the background."""
 
     def sample(self, later: int) -> Batch:
-        """The next batch.
-
-        Args:
-            later: number of batches that are needed after this one; no more are begun.
-        """
+        """The next batch; `later` is the number of batches that are needed after it, beyond which none is begun."""
 
 
 @contextmanager
@@ -106,13 +100,9 @@ class Pipeline:
         return gathered(self.policy, self.reference)
 
     def weights_changed(self, report: Callable[[str], None]) -> None:
-        """Sync the engine with weights that have changed; if it is lost, `complete` tries again, and fails then.
+        """Sync the engine with weights that have changed.
 
-        Args:
-            report: called with a line for the failure, with which what was learned is not lost.
-
-        Raises:
-            RunStopped: the engine's log-probs are not the policy's.
+        If it is lost, which `report` is called with a line for, `complete` tries again, and fails then.
         """
         try:
             self.engine.weights_changed()
@@ -151,7 +141,7 @@ class Pipeline:
             per_prompt: number of consecutive rows with the same prompt.
             values: compute the critic's values if the engine has not.
             bootstrap: also compute the values of the states after truncated completions.
-            stage: wraps the stages `rollout`, `reference` and `reward`.
+            stage: wraps the stages.
 
         Raises:
             UnusableBatch: a log-probability, value or reward is not finite, in any process.
@@ -186,12 +176,7 @@ class Pipeline:
         return self.score(batch, settings, bootstrap=bootstrap, stage=stage)
 
     def score(
-        self,
-        batch: Batch,
-        settings: SamplingConfig,
-        *,
-        bootstrap: bool = False,
-        stage: Stage = no_stage,
+        self, batch: Batch, settings: SamplingConfig, *, bootstrap: bool = False, stage: Stage = no_stage
     ) -> Batch:
         """Compute reference log-probs, KL and scores of completions; arguments and errors as in `collect`.
 
@@ -237,11 +222,7 @@ class Pipeline:
         )
 
     def start_rewards(self, batch: Batch) -> Batch:
-        """Start the calls of reward terms that run in threads of their own and need no reference model.
-
-        Raises:
-            ConfigError: a function requires a column that does not exist.
-        """
+        """Start the calls of reward terms that run in threads of their own and need no reference model."""
         known, lengths = self._columns(batch, None), batch.rollout.mask.sum(1).tolist()
         questions, answers = batch.prompts.questions(), batch.answers()
         awaited, finite = self.reference is not None, self.finite
@@ -332,11 +313,7 @@ class Stages:
 def count_step(
     record: RunRecord, number: int, scored: Batch, minibatch: Experience, error: NonFiniteUpdate | None
 ) -> None:
-    """Count skipped optimizer steps in a row, and save their minibatches; `error` is None if the step was taken.
-
-    Raises:
-        TooManyBadSteps: this is the `MAX_BAD_STEPS`-th skipped step in a row.
-    """
+    """Count skipped optimizer steps in a row, and save their minibatches; `error` is None if the step was taken."""
     if error is None:
         record.bad_in_a_row = 0
         return

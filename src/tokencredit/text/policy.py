@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
@@ -31,17 +30,7 @@ class Policy:
     """The policy of a run, on the run's device and in its dtype, with its critic."""
 
     def __init__(self, run: Path, config: PPOConfig, which: str = "policy", critic: bool = True):
-        """Load a run's policy.
-
-        Args:
-            run: the run's folder.
-            config: the run's configuration.
-            which: `policy`, `best`, or `base` for the model that the run started from.
-            critic: also load the critic, if the run has one.
-
-        Raises:
-            ConfigError: the run has no such policy, or its critic is missing.
-        """
+        """Load the policy of a run's folder, as `load` does, and unless `critic` is false its critic, if it has one."""
         self.config, processes = config, Processes().alone()
         self.given = read_python(run)
         from_data = (run / "config.yaml").is_file() and not read_source(str(run)).scored
@@ -74,17 +63,12 @@ class Policy:
             ConfigError: the prompt does not fit into the model's context or has no token, or a number is out of range.
         """
         longest = self.config.rollout.max_new_tokens if max_new_tokens is None else max_new_tokens
-        limits: dict[str, tuple[float, bool, str]] = {
-            "n": (n, n >= 1, "at least 1"),
-            "max_new_tokens": (longest, longest >= 1, "at least 1"),
-        }
-        if temperature is not None:
-            limits["temperature"] = (temperature, temperature > 0, "above 0")
-        for name, (value, valid, expected) in limits.items():
-            if not valid:
-                raise ConfigError(f"{name} is {value}; it must be {expected}")
-        prompts = self.prompts(prompt, n, longest)
-        return self.complete(prompts, longest, temperature, seed)
+        for name, value in (("n", n), ("max_new_tokens", longest)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if temperature is not None and temperature <= 0:
+            raise ConfigError(f"temperature is {temperature}; it must be above 0")
+        return self.complete(self.prompts(prompt, n, longest), longest, temperature, seed)
 
     def prompts(self, prompt: str | None, n: int, max_new_tokens: int, chat: bool = False) -> PromptBatch:
         """A batch of `n` rows with a prompt, or with the run's own prompts in turn.
@@ -108,14 +92,7 @@ class Policy:
     def play(
         self, n: int, max_new_tokens: int, temperature: float | None = None, seed: int = 1
     ) -> list[dict[str, Any]]:
-        """Play `n` episodes in the run's environment, with maps, questions and the like of their own.
-
-        Returns:
-            Records with the fields of `turns.play.PlayedBatch.record`.
-
-        Raises:
-            ConfigError: the environment or the tools came from Python, or cannot be loaded.
-        """
+        """Play `n` episodes in the run's environment; returns records as `turns.play.PlayedBatch.record`."""
         if lost := [name for name in ("tools", "environment_factory") if name in self.given]:
             raise ConfigError(f"the run was begun in Python with {', '.join(lost)}, which its folder does not hold")
         config = self.config
@@ -149,39 +126,33 @@ class Policy:
         """Log-prob of each token of a text after a prompt, at the run's temperature, in nats.
 
         Without a prompt, the first token is left out unless the tokenizer prepends a special token.
-
-        Raises:
-            ConfigError: there is no token to score.
         """
         rollout, temperature = self._read(text, prompt), self.config.rollout.temperature
         with self.pipeline.precision.no_grad():
-            return _row(rollout_logprobs(self.model, rollout, temperature, None))
+            logprobs: list[float] = rollout_logprobs(self.model, rollout, temperature, None)[0].float().tolist()
+        return logprobs
 
     def values(self, text: str, prompt: str = "") -> list[float]:
-        """The critic's value of the state before each token that `logprobs` scores.
-
-        Raises:
-            ConfigError: the run had no critic, or there is no token to score.
-        """
+        """The critic's value of the state before each token that `logprobs` scores."""
         if self.model.critic is None:
             raise ConfigError("critic.kind of this run is none, so there are no values")
         rollout = self._read(text, prompt)
         with self.pipeline.precision.no_grad():
-            return _row(rollout_values(self.model, rollout, None))
+            values: list[float] = rollout_values(self.model, rollout, None)[0].float().tolist()
+        return values
 
     def tokens(self, text: str, prompt: str = "") -> list[str]:
         """Texts of the tokens that `logprobs` and `values` score."""
         return self._read(text, prompt).tokens(0, self.tokenizer)
 
-    def _empty_prompt(self) -> list[int]:
-        """Token ids of an empty prompt."""
-        add_bos = self.config.prompts.add_bos
-        ids: list[int] = self.tokenizer("", add_special_tokens=add_bos is None)["input_ids"]
-        return [self.tokenizer.bos_token_id] if add_bos else ids
-
     def _read(self, text: str, prompt: str) -> Rollout:
         """The text as a rollout of one row; the prompt is tokenized like the run's prompts."""
-        before = self.prompts(prompt, 1, 0).ids[0].tolist() if prompt else self._empty_prompt()
+        if prompt:
+            before = self.prompts(prompt, 1, 0).ids[0].tolist()
+        elif self.config.prompts.add_bos:
+            before = [self.tokenizer.bos_token_id]
+        else:
+            before = self.tokenizer("", add_special_tokens=self.config.prompts.add_bos is None)["input_ids"]
         ids = before + tokenize_after(self.tokenizer, text, prompt, before)
         start = len(before) or 1
         if len(ids) <= start:
@@ -214,8 +185,3 @@ def load(run: str | Path, which: str = "policy") -> Policy:
         ConfigError: the folder holds no run, or the run has no such policy.
     """
     return Policy(Path(run), with_engine(read_policy_config(Path(run))), which)
-
-
-def _row(tensor: Tensor) -> list[float]:
-    numbers: list[float] = tensor[0].float().tolist()
-    return numbers

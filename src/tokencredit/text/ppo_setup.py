@@ -38,44 +38,32 @@ if TYPE_CHECKING:
 
 
 def check_arguments(
-    args: PPOConfig,
-    model: Any,
-    processing_class: Any,
-    peft_config: Any,
-    train_dataset: Any,
-    eval_dataset: Any,
-    played: bool,
+    args: PPOConfig, model: Any, processing_class: Any, peft_config: Any, train: Any, held_out: Any, played: bool
 ) -> None:
     """Raise `ConfigError` for an argument of `PPOTrainer` of the wrong type, or one that conflicts with a setting.
 
-    `played` is true if there are tools or an environment from Python.
+    `train` and `held_out` are the data sets; `played` is true if there are tools or an environment from Python.
     """
     if not (model is None or isinstance(model, str) or (isinstance(model, nn.Module) and hasattr(model, "config"))):
         raise ConfigError(
             f"model is {quoted(model)}; it must be a str, a hub id or folder, or a loaded model; settings go into args"
         )
     if not (processing_class is None or isinstance(processing_class, PreTrainedTokenizerBase)):
-        raise ConfigError(
-            f"processing_class is {quoted(processing_class)}; it must be a tokenizer, such as "
-            "AutoTokenizer.from_pretrained(…)"
-        )
+        raise ConfigError(f"processing_class is {quoted(processing_class)}; it must be a Transformers tokenizer")
     if peft_config is not None:
         check_peft_config(args, peft_config)
-    datasets = {"train_dataset": (train_dataset, args.prompts), "eval_dataset": (eval_dataset, args.eval)}
-    for name, (dataset, prompts) in datasets.items():
-        if dataset is None:
-            continue
+    rows = {"train_dataset": (train, "prompts"), "eval_dataset": (held_out, "eval")}
+    rows = {name: (dataset, group) for name, (dataset, group) in rows.items() if dataset is not None}
+    for name, (dataset, group) in rows.items():
         from_python(dataset, name)
         for key in ("text", "dataset"):
-            if getattr(prompts, key) is not None:
-                group = {"train_dataset": "prompts", "eval_dataset": "eval"}[name]
+            if getattr(getattr(args, group), key) is not None:
                 raise ConfigError(f"{name} and {group}.{key} are both given; leave one of them out")
-    if eval_dataset is not None and not args.eval.every:
+    if held_out is not None and not args.eval.every:
         raise ConfigError("eval_dataset is given, which has no effect without eval.every; leave it out")
     if played:
         args.check_turns()
-    rows = [name for name, (dataset, _) in datasets.items() if dataset is not None]
-    refuse_unused(args, rows + ["environment_factory"] * played)
+    refuse_unused(args, [*rows] + ["environment_factory"] * played)
 
 
 def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
@@ -86,7 +74,7 @@ def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
         raise ConfigError("peft_config needs PEFT, which is not installed: pip install tokencredit[peft]") from error
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(
-            f"peft_config is {quoted(peft_config)}; it must be a PEFT configuration, such as peft.LoraConfig(…); "
+            f"peft_config is {quoted(peft_config)}; it must be PEFT's, such as peft.LoraConfig(…); "
             "Tokencredit's LoraConfig goes into args, as model.lora"
         )
     if args.model.lora.rank:
@@ -102,10 +90,7 @@ def check_batch_size(args: PPOConfig, processes: int) -> None:
             f"rollout.per_prompt, {group}"
         )
     if args.critic.members > rows:
-        raise ConfigError(
-            f"critic.members is {args.critic.members}; it must be at most {rows}, the completions of "
-            "rollout.batch_size: each critic learns from its own"
-        )
+        raise ConfigError(f"critic.members is {args.critic.members}; it must be at most rollout.batch_size, {rows}")
     if args.eval.every:
         check_evaluation_size(args, processes)
 
@@ -130,19 +115,19 @@ def prepare_rows(
     lm: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     environments: Environments | None,
-    train_dataset: Rows | None,
-    eval_dataset: Rows | None,
+    train: Rows | None,
+    held_out: Rows | None,
 ) -> tuple[Prompts | Tasks, Prompts | Tasks]:
     """Load the prompts for training and for evaluation, which may be the same; with environments rows of episodes."""
     if environments is not None:
-        return prepare_tasks(args, lm, environments, train_dataset, eval_dataset)
-    held_out = args.held_out_prompts() is not None or eval_dataset is not None
+        return prepare_tasks(args, lm, environments, train, held_out)
+    apart = args.held_out_prompts() is not None or held_out is not None
     longest = args.rollout.max_new_tokens
-    if args.eval.every and not held_out:
+    if args.eval.every and not apart:
         longest = max(longest, args.evaluation_sampling().max_new_tokens)
     limit = max_prompt_length(lm, longest, args.ppo.micro_batch_tokens)
-    prompts = load_prompts(args.prompts, tokenizer, seed=args.seed, limit=limit, dataset=train_dataset)
-    return prompts, evaluation_prompts(args, lm, tokenizer, eval_dataset) if held_out else prompts
+    prompts = load_prompts(args.prompts, tokenizer, seed=args.seed, limit=limit, dataset=train)
+    return prompts, evaluation_prompts(args, lm, tokenizer, held_out) if apart else prompts
 
 
 def evaluation_prompts(
@@ -162,24 +147,16 @@ def evaluation_prompts(
 
 
 def prepare_tasks(
-    args: PPOConfig,
-    lm: PreTrainedModel,
-    environments: Environments,
-    train_dataset: Rows | None,
-    eval_dataset: Rows | None,
+    args: PPOConfig, lm: PreTrainedModel, environments: Environments, train: Rows | None, held_out: Rows | None
 ) -> tuple[Tasks, Tasks]:
-    """The rows of episodes for training and for evaluation, whose episodes differ from those of training.
-
-    Raises:
-        ConfigError: the environments do not take the rows; no prompt fits beside an episode; and as `load_tasks`.
-    """
+    """The rows of episodes for training and for evaluation, whose episodes differ from those of training."""
+    # Refuses settings with which no prompt fits beside an episode.
     for sampling in (args.rollout, args.evaluation_sampling()) if args.eval.every else (args.rollout,):
         max_prompt_length(lm, sampling.max_new_tokens, args.ppo.micro_batch_tokens)
-    train = load_tasks(
-        args.prompts, seed=args.seed, stream=0, dataset=train_dataset, group="prompts", dataset_name="train_dataset"
-    )
-    own = train_dataset if args.held_out_prompts() is None else None
-    tasks = train, evaluation_tasks(args, own if eval_dataset is None else eval_dataset)
+    names = {"group": "prompts", "dataset_name": "train_dataset"}
+    trained = load_tasks(args.prompts, seed=args.seed, stream=0, dataset=train, **names)
+    own = train if args.held_out_prompts() is None else None
+    tasks = trained, evaluation_tasks(args, own if held_out is None else held_out)
     for rows in tasks if args.eval.every else tasks[:1]:
         environments.check_columns(rows.columns, rows.values(COLUMN))
     return tasks
@@ -197,9 +174,9 @@ def evaluation_tasks(args: PPOConfig, dataset: Rows | None = None) -> Tasks:
 def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:
     """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
     own = ["prompts", "completions", "completion_ids"] + ["ref_logprobs"] * (models.reference is not None)
-    for found in prompts:
-        turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(found, Tasks)
-        calls.check_columns(terms, [*own, *turns, *found.other_columns])
+    for rows in prompts:
+        turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(rows, Tasks)
+        calls.check_columns(terms, [*own, *turns, *rows.other_columns])
 
 
 def remarks(args: PPOConfig, *, sharded: bool) -> Iterator[str]:
@@ -207,21 +184,14 @@ def remarks(args: PPOConfig, *, sharded: bool) -> Iterator[str]:
     if args.run.shard == "full" and not sharded:
         yield "run.shard full: one process, which holds the models whole"
     if args.ppo.loss == "gspo" and args.ppo.reduction != "sequence":
-        yield (
-            f"ppo.loss gspo with ppo.reduction {args.ppo.reduction}: longer completions weigh more than in GSPO's "
-            "paper, whose mean over completions is ppo.reduction: sequence"
-        )
+        reduction = f"ppo.loss gspo with ppo.reduction {args.ppo.reduction}"
+        yield f"{reduction}: longer completions weigh more than in GSPO's paper, which has ppo.reduction: sequence"
 
 
 def load_terms(
     args: PPOConfig, reward_funcs: Any, device: torch.device, environments: Environments | None = None
 ) -> list[Term]:
-    """Load the reward terms: `reward_funcs` if given, otherwise those of the configuration, and the environment's own.
-
-    Raises:
-        ConfigError: a term cannot be loaded, or scores whole texts although `advantage.bootstrap` is set; there is
-            none; or two have the same name.
-    """
+    """Load the reward terms: `reward_funcs` or else those of the configuration, and the environment's own."""
     own = [] if environments is None else environments.terms()
     if reward_funcs is not None:
         terms = as_terms(reward_funcs, device)
@@ -230,24 +200,20 @@ def load_terms(
     else:
         terms = _configured_terms(args, device)
     if not terms and not own:
-        raise ConfigError(
-            "there is no reward: the environment has none of its own (get_reward, or the reward of step), and reward "
-            "is empty; give a term"
-        )
+        raise ConfigError("there is no reward: reward is empty, and no environment has its own; give a term")
     if same := {term.name for term in terms} & {term.name for term in own}:
         raise ConfigError(f"a reward term is named {', '.join(same)}, the name of the environment's own; rename it")
     return own + terms
 
 
 def _configured_terms(args: PPOConfig, device: torch.device) -> list[Term]:
-    """The reward terms of the configuration; errors as in `load_terms`."""
+    """The reward terms of the configuration."""
     for number, term in enumerate(args.reward if args.advantage.bootstrap else ()):
         kind, source = term.source()
         if kind != "function" or ":" not in source:  # user functions are checked at the first batch
             raise ConfigError(
                 f"advantage.bootstrap is True, and reward[{number}] ({kind} {source!r}) scores whole completions; the "
-                "score of a truncated one would count twice: give functions that return a list of numbers, one per "
-                "token"
+                "score of a truncated one would count twice: give functions that return one number per token"
             )
     return build_terms(args.reward, device)
 
@@ -260,13 +226,7 @@ def build_pipeline(
     environments: Environments | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Pipeline:
-    """Build a run's pipeline; `report` is called with a line for each event of the engine, None prints them.
-
-    Raises:
-        ConfigError: the tokenizer's chat template does not fit the environment or the tools; or the sampling engine is
-            not installed.
-        RunStopped: the sampling engine does not take the model.
-    """
+    """Build a run's pipeline; `report` is called with a line for each event of the engine, None prints them."""
     engine = build_engine(args, models, processes, report or print)
     return Pipeline(
         models.policy,
@@ -290,14 +250,13 @@ def check_evaluation_lengths(args: PPOConfig, pipeline: Pipeline, prompts: Promp
     width, new = prompts.batch(0, args.eval.samples).ids.shape[1], args.evaluation_sampling().max_new_tokens
     if width + new > longest:
         raise ConfigError(
-            f"eval.max_new_tokens is {new}, and prompts of evaluations have up to {width} tokens; "
-            f"rollout.server takes {longest} together: start it with --max-model-len "
-            f"{width + new} or more, or lower eval.max_new_tokens"
+            f"eval.max_new_tokens is {new}, and prompts of evaluations have up to {width} tokens; rollout.server takes "
+            f"{longest} together: start it with --max-model-len {width + new}, or lower eval.max_new_tokens"
         )
 
 
 def build_player(args: PPOConfig, engine: Engine, environments: Environments) -> EpisodePlayer:
-    """Build the player of episodes of several turns; raises `ConfigError` as `build_pipeline`."""
+    """Build the player of episodes of several turns."""
     framings = Framings(engine.tokenizer, environments, args.prompts, engine.end_ids)
     room = partial(max_prompt_length, engine.policy.lm, budget=args.ppo.micro_batch_tokens)
     return EpisodePlayer(engine, framings, environments, args.env, room)

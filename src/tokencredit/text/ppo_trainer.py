@@ -32,7 +32,7 @@ from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.trl import refuse_arguments
 from tokencredit.text import ppo_setup as setup
-from tokencredit.text.ahead import CurrentPolicy, SamplesAhead, TrainingSource
+from tokencredit.text.ahead import CurrentPolicy, SamplesAhead
 from tokencredit.text.audit.completion_auditor import CompletionAuditor
 from tokencredit.text.audit.continuations import continuation_targets
 from tokencredit.text.batch import Batch
@@ -78,7 +78,7 @@ class PPOTrainer:
         environment_factory: Any = None,
         **unknown: Any,
     ):
-        """Load everything that a run needs; `train` creates its folder.
+        """Load everything that a run needs; `train` creates its folder. `ConfigError` names what cannot be used.
 
         Args:
             model: a hub id, a folder, or a loaded model or PeftModel, trained in place.
@@ -92,9 +92,6 @@ class PPOTrainer:
             tools: functions that the policy may call (docs/turns.md).
             environment_factory: a class of environments, or a dict of names to classes.
             unknown: refused; the message has the keys for TRL's names.
-
-        Raises:
-            ConfigError: a setting, model, reward, callback or folder cannot be used; the message names its key.
         """
         refuse_arguments(unknown, [*signature(PPOTrainer).parameters][:-1])
         callbacks = check_callbacks(callbacks)
@@ -116,11 +113,11 @@ class PPOTrainer:
             precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
             args.off_policy.check(args.rollout, precision.dtype)
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
-            rows = train_dataset, eval_dataset
-            self.prompts, self.eval_prompts = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows)
-            given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
-            given |= {"tools": tools or None, "environment_factory": environment_factory}
-            self.origin = origin(lm, self.tokenizer, given | {"peft_config": peft_config})
+            rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows.values())
+            self.prompts, self.eval_prompts = prepared
+            python = {"tools": tools or None, "environment_factory": environment_factory, "peft_config": peft_config}
+            self.origin = origin(lm, self.tokenizer, {"reward_funcs": reward_funcs} | rows | python)
             self.record.from_python = self.origin["given"]
             named = model is None or isinstance(model, str)
             models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named, sharding)
@@ -141,7 +138,7 @@ class PPOTrainer:
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
-        self.source: TrainingSource = CurrentPolicy(self.pipeline, self.stream)
+        self.source = CurrentPolicy(self.pipeline, self.stream)
         if args.rollout.max_age:
             recompute = args.off_policy.proximal == "recomputed"
             self.source = SamplesAhead(self.pipeline, self.stream, args.rollout, self.record.event, recompute=recompute)
@@ -238,12 +235,7 @@ class PPOTrainer:
         return metrics, samples
 
     def collect(self) -> Batch:
-        """Sample the next batch from the current policy, and score it.
-
-        Raises:
-            UnusableBatch: a log-probability, value or reward is not finite.
-            RewardError: a reward could not be computed.
-        """
+        """Sample the next batch from the current policy, and score it; errors as in `Pipeline.collect`."""
         later = max(self.args.run.iterations - len(self.record.history) - 1, 0)
         bootstrap = self.args.advantage.bootstrap
         scored = self.pipeline.complete(
@@ -262,9 +254,8 @@ class PPOTrainer:
         critic = () if self.policy.critic is None else trainable(self.policy.critic)
         frozen = self.args.critic.frozen(number, trainable(self.policy.lm), critic)
         with self.stages("update") as results, self.pipeline.precision.updates():
-            metrics = results["metrics"] = self.learner.update(
-                experience, frozen=frozen, on_step=partial(count_step, self.record, number, batch)
-            )
+            on_step = partial(count_step, self.record, number, batch)
+            metrics = results["metrics"] = self.learner.update(experience, frozen=frozen, on_step=on_step)
         self.pipeline.weights_changed(self.record.event)
         self.source.weights_changed()
         return metrics
@@ -327,8 +318,7 @@ class PPOTrainer:
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
         """Restore `state`, with its second part under `process`; `changed` are keys of changed settings.
 
-        Raises:
-            ConfigError: the model, tokenizer or Python arguments differ from those that the run began with.
+        Refuses another model, tokenizer or Python arguments than those that the run began with.
         """
         check_origin(state["origin"], self.origin, self.args.model.name)
         try:

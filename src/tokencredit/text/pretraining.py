@@ -50,15 +50,7 @@ class Pretraining:
         self.stages = Stages(self, ())  # callbacks are for iterations
 
     def batches(self) -> Generator[None, None, dict[str, float]]:
-        """Train on one batch after another, yielding between them.
-
-        Returns:
-            `pretrain/batches`, `pretrain/tokens`, and `pretrain/explained_variance`, a mean over the last batches.
-
-        Raises:
-            TooManyBadSteps: `MAX_BAD_STEPS` batches or steps in a row were not finite.
-            RewardError: a reward could not be computed.
-        """
+        """Train on one batch after another, yielding between them; returns metrics, means over the last batches."""
         began = time.perf_counter()
         if self.record.main:
             self.record.folder.write(FILE, "")  # an interrupted pretraining starts over
@@ -106,18 +98,14 @@ class Pretraining:
             tokens, values, returns, reward = processes.sum(torch.stack(sums)).tolist()
             row |= {"return_mean": returns / values, "reward": reward / settings.batch_size, "tokens": tokens}
             with self.stages("update"), self.pipeline.precision.updates():
-                row |= self.learner.pretrain_critic(
-                    experience,
-                    scale=self.args.critic.pretrain_scale,
-                    on_step=partial(count_step, self.record, 0, scored),
-                )
+                on_step = partial(count_step, self.record, 0, scored)
+                scale = self.args.critic.pretrain_scale
+                row |= self.learner.pretrain_critic(experience, scale=scale, on_step=on_step)
             self.pipeline.weights_changed(self.record.event)
         row["seconds"] = time.perf_counter() - began
         if self.record.main:
             self.record.folder.append(FILE, {key: x if math.isfinite(x) else None for key, x in row.items()})
-        explained = row.get("explained_variance")
-        self.record.screen.say(
-            f"pretraining {number}/{self.args.critic.pretrain}  explained variance {figure(explained)}  "
-            f"value loss {figure(row.get('critic_value_loss'))}"
-        )
+        explained, loss = figure(row.get("explained_variance")), figure(row.get("critic_value_loss"))
+        progress = f"pretraining {number}/{self.args.critic.pretrain}"
+        self.record.screen.say(f"{progress}  explained variance {explained}  value loss {loss}")
         return row

@@ -50,8 +50,7 @@ def read_by_length(
         rollout: the rollout whose `inputs()` are read.
         budget: tokens per micro-batch, padding included; None for no limit.
         read: maps the inputs of some rows to tensors with as many rows.
-        processes: processes that make equally many passes, as sharded models need: those with fewer micro-batches pass
-            an idle row. None for passes of this process alone.
+        processes: those of sharded models, which make equally many passes: those with fewer pass an idle row.
     """
     inputs = rollout.inputs()
     results: dict[str, Tensor] = {}
@@ -113,11 +112,8 @@ def values_after(
 ) -> Tensor:
     """Values `[batch]` of the states after truncated completions; 0 for the others.
 
-    Computed as the value before an extra token of any id, since the last token is never an input.
-
-    Args:
-        policy, rollout, budget, processes: as in `evaluate_rollout`.
-        following: of each row, the tokens of an observation after it, which belong to the state; None for none.
+    Computed as the value before an extra token of any id, since the last token is never an input. `following` has the
+    tokens of an observation after each row, which belong to the state.
     """
     after = torch.zeros(len(rollout.mask), device=rollout.mask.device)
     cut = rollout.truncated
@@ -164,11 +160,7 @@ def reference_outputs(
 ) -> ReferenceOutputs:
     """Log-probs and KL of a rollout under the reference model, as far as the configuration needs them.
 
-    Args:
-        policy: the policy, for an exact KL in the reward.
-        reference: a model of its own, `policy` itself with its adapter switched off, or None.
-        rollout, temperature, budget, processes: as in `evaluate_rollout`.
-        args: place and estimator of the KL.
+    `reference` is a model of its own, `policy` itself with its adapter switched off, or None.
     """
     if reference is None:
         return ReferenceOutputs()

@@ -186,7 +186,9 @@ def test_a_run_without_any_reward_is_refused(tmp_path):
             """
             return word
 
-    with pytest.raises(ConfigError, match="there is no reward: the environment has none of its own"):
+    with pytest.raises(
+        ConfigError, match="there is no reward: reward is empty, and no environment has its own; give a term"
+    ):
         PPOTrainer(args=config(tmp_path / "run", env=EnvironmentConfig()), environment_factory=Silent)
     with pytest.raises(ConfigError, match="reward is empty, and tools have no reward of their own; give at least one"):
         PPOConfig.from_dict({"tools": ["file.py:search"]})

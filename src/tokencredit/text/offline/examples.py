@@ -62,11 +62,10 @@ class Row:
     def truncated(self, column: str) -> bool:
         """The value of `…_truncated`: the completion was cut off, so that it has no end."""
         value = self.columns.get(f"{column}_truncated")
-        known = {"true": True, "false": False, "": False, "none": False}  # of CSV, whose values are texts
-        truth = known.get(str(value).lower())
-        if truth is None:
+        text = str(value).lower()  # the values of CSV are texts
+        if text not in ("true", "false", "", "none"):
             raise ConfigError(f"{self.name}, column '{column}_truncated', is {value!r:.60}; it must be true or false")
-        return truth
+        return text == "true"
 
 
 def read_rows(
@@ -215,7 +214,4 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
     if count >= len(examples):
         raise ConfigError(f"data.held_out is {share}, which leaves none of {len(examples)} rows to train on")
     held = {int(index) for index in permutation(len(examples), seed, 0)[:count]}
-    return (
-        [example for index, example in enumerate(examples) if index not in held],
-        [example for index, example in enumerate(examples) if index in held],
-    )
+    return [x for i, x in enumerate(examples) if i not in held], [x for i, x in enumerate(examples) if i in held]

@@ -1,8 +1,7 @@
 """TRL's trainers as losses of token ids: collation, loss and metrics are theirs.
 
-The steps are not. `Trainer.train` writes checkpoints with pickles, and cannot stop and resume as runs do here, so
-`trainer.py` takes them. Nor is the tokenization: TRL tokenizes prompt and completion as one text, and a policy reads
-the prompt's own tokens.
+The steps are not: `Trainer.train` writes checkpoints with pickles, and cannot stop and resume as runs do here. Nor is
+the tokenization: TRL tokenizes prompt and completion as one text, and a policy reads the prompt's own tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import NotInstalled
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig
@@ -38,20 +37,8 @@ NAMES = {
 """Names of TRL's metrics here, where they differ."""
 PER_TOKEN = ("entropy", "token_accuracy")
 """Metrics that are means over tokens; the others are means over rows."""
-LEFT_OUT = ("num_tokens", "logits/chosen", "logits/rejected", "epoch")
+LEFT_OUT = ("num_tokens", "logits/chosen", "logits/rejected", "epoch", "step")
 """TRL's metrics that runs do not record."""
-
-
-class Metrics(TrainerCallback):
-    """Keeps what a trainer logs last."""
-
-    def __init__(self) -> None:
-        """Start without metrics."""
-        self.last: dict[str, Any] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:  # noqa: ARG002
-        """Called by the trainer."""
-        self.last = dict(logs or {})
 
 
 class Loss:
@@ -62,8 +49,7 @@ class Loss:
     ):
         """Build the trainer of a configuration; `NotInstalled` without TRL."""
         self.precision, self.lm = precision, lm
-        self.metrics_log = Metrics()
-        self.trainer = build_trainer(config, lm, tokenizer, precision, self.metrics_log)
+        self.trainer = build_trainer(config, lm, tokenizer, precision)
         self.by_token = not isinstance(config, DPOConfig | RewardModelConfig)
         """The loss is a mean over tokens, not over rows."""
         self.beta = config.dpo.beta if isinstance(config, DPOConfig) else 1.0
@@ -103,12 +89,12 @@ class Loss:
     def metrics(self) -> dict[str, float]:
         """TRL's metrics of the last pass, over all processes; of training or evaluation, by the model's mode."""
         self.trainer.log({})
-        self.trainer.state.log_history.clear()
-        found = {name.removeprefix("eval_"): float(value) for name, value in self.metrics_log.last.items()}
+        logged = self.trainer.state.log_history.pop()
+        measured = {name.removeprefix("eval_"): float(value) for name, value in logged.items()}
         per_nat = ("rewards/chosen", "rewards/rejected")  # TRL's are times β
         return {
             NAMES.get(name, name): value / self.beta if name in per_nat else value
-            for name, value in found.items()
+            for name, value in measured.items()
             if name not in LEFT_OUT and (self.by_token or name != "mean_token_accuracy")  # DPO's is of chosen tokens
         }
 
@@ -122,23 +108,19 @@ def learned(rows: Sequence[Example]) -> int:
 
 def combined(parts: Sequence[tuple[dict[str, float], float, float]]) -> dict[str, float]:
     """The metrics of a batch from those of its micro-batches, each with its numbers of rows and of learned tokens."""
-    found: dict[str, float] = {}
+    whole: dict[str, float] = {}
     for name in parts[0][0]:
         numbers = [metrics[name] for metrics, _, _ in parts]
-        if name in ("score_min", "score_max"):
-            found[name] = min(numbers) if name == "score_min" else max(numbers)
-            continue
         weights = [tokens if name in PER_TOKEN else rows for _, rows, tokens in parts]
-        found[name] = sum(x * weight for x, weight in zip(numbers, weights, strict=True)) / sum(weights)
-    return found
+        if name in ("score_min", "score_max"):
+            whole[name] = min(numbers) if name == "score_min" else max(numbers)
+        else:
+            whole[name] = sum(x * weight for x, weight in zip(numbers, weights, strict=True)) / sum(weights)
+    return whole
 
 
 def build_trainer(
-    config: OfflineSettings,
-    lm: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    precision: Precision,
-    metrics: TrainerCallback,
+    config: OfflineSettings, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, precision: Precision
 ) -> Any:
     """TRL's trainer of a configuration; its own data set stays empty of what is trained on."""
     with quietly():
@@ -170,26 +152,24 @@ def build_trainer(
                 "seed": config.seed,
             }
             end = tokenizer.eos_token_id
-            given: dict[str, Any] = {"processing_class": tokenizer, "callbacks": [metrics]}
             if isinstance(config, RewardModelConfig):
-                args = trl.RewardConfig(**shared, center_rewards_coefficient=config.reward_model.center)
-                args._n_gpu = 1  # of several GPUs that are in sight, as in PPO
-                rows = Dataset.from_list([{"chosen_ids": [end], "rejected_ids": [end]}])
-                trainer: Any = trl.RewardTrainer(lm, args, train_dataset=rows, **given)
+                kind, args = (
+                    trl.RewardTrainer,
+                    trl.RewardConfig(**shared, center_rewards_coefficient=config.reward_model.center),
+                )
+                row = {"chosen_ids": [end], "rejected_ids": [end]}
             elif isinstance(config, DPOConfig):
                 losses: dict[str, Any] = {"loss_type": [config.dpo.loss], "beta": config.dpo.beta}
                 if config.dpo.loss == "robust":
                     losses["label_smoothing"] = config.dpo.label_noise
                 losses |= {"disable_dropout": False, "router_aux_loss_coef": 0.0, "precompute_ref_log_probs": True}
-                args = trl.DPOConfig(**shared, **losses)
-                args._n_gpu = 1
-                rows = Dataset.from_list([{"prompt_ids": [end], "chosen_ids": [end], "rejected_ids": [end]}])
-                trainer = TokenizedDPOTrainer(lm, args=args, train_dataset=rows, **given)
+                kind, args = TokenizedDPOTrainer, trl.DPOConfig(**shared, **losses)
+                row = {"prompt_ids": [end], "chosen_ids": [end], "rejected_ids": [end]}
             else:
-                args = trl.SFTConfig(**shared, router_aux_loss_coef=0.0)
-                args._n_gpu = 1
-                rows = Dataset.from_list([{"input_ids": [end, end], "labels": [end, end]}])
-                trainer = trl.SFTTrainer(lm, args, train_dataset=rows, **given)
+                kind, args = trl.SFTTrainer, trl.SFTConfig(**shared, router_aux_loss_coef=0.0)
+                row = {"input_ids": [end, end], "labels": [end, end]}
+            args._n_gpu = 1  # of several GPUs that are in sight, as in PPO
+            trainer: Any = kind(lm, args=args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer)
     trainer.remove_callback(PrinterCallback)
     trainer.accelerator.autocast = nullcontext  # `accelerate launch` may ask for another format than model.dtype
     return trainer

@@ -149,10 +149,10 @@ def load_examples(
     data, notes = args.data, [*model.notes]
 
     def read(source: tuple[str | None, str, str | None], rows: Rows | None, group: str) -> list[Example]:
-        found, dropped = examples_of(read_rows(data, model.tokenizer, column, source, rows, group), encode)
+        examples, dropped = examples_of(read_rows(data, model.tokenizer, column, source, rows, group), encode)
         if dropped:
-            notes.append(f"{dropped} of {len(found) + dropped} rows of {group} are too long and are dropped")
-        return found
+            notes.append(f"{dropped} of {len(examples) + dropped} rows of {group} are too long and are dropped")
+        return examples
 
     if held_out is not None and (data.held_out or args.eval.dataset):
         key = "eval.dataset" if args.eval.dataset else "data.held_out"

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,23 +62,23 @@ class OfflineTrainer:
             ConfigError: a setting, model, row or folder cannot be used; the message names its key.
         """
         self.processes = Processes(args.run.timeout)
-        if args.data.batch_size % self.processes.count:
-            raise ConfigError(
-                f"data.batch_size is {args.data.batch_size}; it must be a multiple of the {self.processes.count} "
-                "processes"
-            )
+        size, processes = args.data.batch_size, self.processes.count
+        if size % processes:
+            raise ConfigError(f"data.batch_size is {size}; it must be a multiple of the {processes} processes")
         with rng.preserved():
             torch.manual_seed(args.seed)
             self.model: Model = load_model(args)
             lm = self.model.lm
             precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
             self.examples, self.held_out, self.notes = load_examples(args, self.model, train_dataset, eval_dataset)
-            self.args, self.steps = args, steps_of(args, len(self.examples))
+            self.args, self.steps = args, args.run.iterations
+            if args.data.epochs is not None:
+                self.steps = max(math.ceil(args.data.epochs * len(self.examples) / size - 1e-9), 1)
             length = replace(args.run, iterations=self.steps)
             self.record = RunRecord(length, self.processes, run_kind_of(asdict(args)), precision.choices)
-            given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-            names = [name for name, value in given.items() if value is not None]
-            data = digest(self.examples, self.held_out)
+            rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+            names = [name for name, value in rows.items() if value is not None]
+            data = hashlib.sha256(json.dumps([self.examples, self.held_out]).encode()).hexdigest()
             self.origin: State = dict(self.model.start) | {"given": names, "data": data}
             self.record.from_python = self.origin["given"]
             torch.nn.Module.to(lm, precision.device)
@@ -106,7 +105,9 @@ class OfflineTrainer:
         with rng.preserved():
             rng.set_torch_state(self.rng)
             if isinstance(self.args, DPOConfig):  # before a checkpoint's weights are loaded
-                self._add_reference(self.examples if resume_from_checkpoint else self._to_read())
+                places = range(min(self.steps * self.args.data.batch_size, len(self.examples)))
+                read = sorted({self._position(place) for place in places})
+                self._add_reference(self.examples if resume_from_checkpoint else [self.examples[i] for i in read])
                 self._add_reference(self.held_out)
             trained = nbytes(self.parameters)
             return run(self, resume=resume_from_checkpoint, reserve=size + LARGEST + 2**20, weights=trained)
@@ -145,11 +146,6 @@ class OfflineTrainer:
         self.drawn += size
         return [self.examples[self._position(first + i)] for i in range(share)]
 
-    def _to_read(self) -> list[Example]:
-        """The examples that the run reads."""
-        places = range(min(self.steps * self.args.data.batch_size, len(self.examples)))
-        return [self.examples[i] for i in sorted({self._position(place) for place in places})]
-
     def _position(self, place: int) -> int:
         """Index of the example at a place of the endless sequence."""
         epoch, offset = divmod(place, len(self.examples))
@@ -163,7 +159,8 @@ class OfflineTrainer:
         with training([lm, *self.training_modules]), self.precision.updates():
             loss, measured = self._passes(rows)
         norm = float(clip_gradients(self.parameters, optim.max_grad_norm))
-        read, sequences = self._sum(tokens(rows)), self._sum(sum(1 for row in rows for _ in texts(row)))
+        lengths = [len(ids) for row in rows for ids in texts(row)]
+        read, sequences = self._sum(sum(lengths)), self._sum(len(lengths))
         metrics = {**self._with_perplexity(loss, measured), "grad_norm": norm, "tokens": read}
         metrics["sequence_length"] = read / sequences
         if not self.processes.all(math.isfinite(loss + norm)):
@@ -181,8 +178,7 @@ class OfflineTrainer:
         micro = self.args.data.micro_batch or len(rows)
         total, parts = 0.0, []
         with advice():
-            for start in range(0, len(rows), micro):
-                part = rows[start : start + micro]
+            for part in cut(rows, micro):
                 loss = self.loss(self.wrapped, part, size)
                 loss.backward()
                 total += float(loss.detach())
@@ -195,8 +191,7 @@ class OfflineTrainer:
         rows, micro = self.held_out, self.args.data.micro_batch or self.args.data.batch_size
         total, parts = 0.0, []
         with advice():
-            for start in range(0, len(rows), micro):
-                part = rows[start : start + micro]
+            for part in cut(rows, micro):
                 total += float(self.loss(self.model.lm, part, self.loss.size(rows))) / self.processes.count
                 parts.append((self.loss.metrics(), len(part), learned(part)))
         return self._with_perplexity(total, combined(parts))
@@ -214,8 +209,7 @@ class OfflineTrainer:
         """Add to each row its log-probs under the model as it is now."""
         micro = self.args.data.micro_batch or self.args.data.batch_size
         with advice():
-            for start in range(0, len(rows), micro):
-                part = rows[start : start + micro]
+            for part in cut(rows, micro):
                 for row, numbers in zip(part, self.loss.reference(part), strict=True):
                     row.update(numbers)
 
@@ -234,11 +228,7 @@ class OfflineTrainer:
         return sharded_parameters(self.model.lm)
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the run loop's protocol)
-        """Restore the result of `state`, with its second part under `process`.
-
-        Raises:
-            ConfigError: the model, tokenizer or data differ from those that the run began with.
-        """
+        """Restore the result of `state`, its second part under `process`; refuses another model, tokenizer or data."""
         check_origin(state["origin"], self.origin, self.args.model.name)
         if state["origin"]["data"] != self.origin["data"]:
             raise ConfigError(
@@ -260,25 +250,10 @@ class OfflineTrainer:
 
     def finish(self, stopped_by: str) -> Summary:
         """Write the model, the summary and the report, and return the summary."""
-        summary = self.record.end(stopped_by, self._save)
+        summary = self.record.end(stopped_by, lambda folder, _summary: self.model.save(folder))
         write_final_report(self.record)
         self.record.next_steps(self.model.next_steps)
         return summary
-
-    def _save(self, folder: Path, summary: Summary) -> None:  # noqa: ARG002  (called by RunRecord.end)
-        self.model.save(folder)
-
-
-def steps_of(args: OfflineSettings, rows: int) -> int:
-    """Number of iterations: `run.iterations`, or those of `data.epochs`."""
-    if args.data.epochs is None:
-        return args.run.iterations
-    return max(math.ceil(args.data.epochs * rows / args.data.batch_size - 1e-9), 1)
-
-
-def digest(train: Sequence[Example], held_out: Sequence[Example]) -> str:
-    """SHA-256 of the examples, in their order."""
-    return hashlib.sha256(json.dumps([list(train), list(held_out)]).encode()).hexdigest()
 
 
 @contextmanager
@@ -292,6 +267,11 @@ def advice() -> Iterator[None]:
         raise OutOfMemory("out of memory; lower data.micro_batch, or set model.gradient_checkpointing") from error
 
 
+def cut(rows: Sequence[Example], size: int) -> list[Sequence[Example]]:
+    """The rows in parts of a size; the last part may be shorter."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
 def texts(row: Example) -> Iterator[list[int]]:
     """The sequences of token ids that a model reads for an example."""
     if "input_ids" in row:
@@ -300,8 +280,3 @@ def texts(row: Example) -> Iterator[list[int]]:
         prompt = row.get("prompt_ids", [])
         yield prompt + row["chosen_ids"]
         yield prompt + row["rejected_ids"]
-
-
-def tokens(rows: Sequence[Example]) -> int:
-    """Number of tokens that a model reads for these examples."""
-    return sum(len(ids) for row in rows for ids in texts(row))
