@@ -185,7 +185,7 @@ def test_a_reward_that_names_the_reference_is_asked_after_its_pass(tmp_path):
     def unnamed(completions, **columns):
         return [0.0] * len(completions) if columns["ref_logprobs"] else []
 
-    for reward, message in ((named, None), (unnamed, r"reads ref_logprobs, and is asked before .* give its function")):
+    for reward, message in ((named, None), (unnamed, r"reads ref_logprobs before .* give its function")):
         terms = [replace(as_terms(reward, torch.device("cpu"))[0], timeout=60.0, retries=0)]
         trainer = PPOTrainer(args=ahead(tmp_path / reward.__name__, 2), reward_funcs=terms)
         with pytest.raises(RunStopped, match=message) if message else nullcontext():

@@ -195,6 +195,9 @@ class Parser(argparse.ArgumentParser):
         settings, own = read_yaml(Path(file)), _command_of(self.kind)
         if own and isinstance(settings, Mapping) and (run_kind := other_run_kind(settings, own)):
             raise ConfigError(f"{file}: it is a configuration of tokencredit {run_kind.command}")
+        options = {action.dest for action in self._actions if not isinstance(action, Given)}
+        if isinstance(settings, Mapping) and (misplaced := options.intersection(settings)):
+            raise ConfigError(f"{file}: {min(misplaced)} is an option of the command, not a setting")
         return read_settings(self.kind, file)
 
     def _resumed(self, run: str) -> Path:
