@@ -46,7 +46,7 @@ def test_an_engine_that_fails_in_one_process_stops_all_and_nothing_is_lost(place
     folder, said = results
     for rank, reason in enumerate(("process 1: the engine is gone", "the engine is gone")):
         assert said[rank][place].startswith(f"stopped in iteration {iteration}: {reason}; ")
-    assert saved(folder / place / "checkpoints") == [iteration - 1, 2]
+    assert saved(folder / place) == [iteration - 1, 2]
     assert [row["iteration"] for row in read_metrics(folder / place)] == [1, 2]
     if place == "rollout":
         assert_same(folder / "run", folder / place)
