@@ -80,8 +80,8 @@ class Patient(Callback):
 
     def before_update(self, trainer: Any) -> None:
         """Wait for the batches ahead."""
-        for batch in getattr(trainer.source, "batches", ()):
-            batch.sampled.result()
+        for _, sampled in getattr(trainer.source, "batches", ()):
+            sampled.result()
 
 
 @dataclass(frozen=True)

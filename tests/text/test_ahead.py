@@ -39,8 +39,8 @@ class Patient(Callback):
     """Lets the update begin only when all batches ahead are sampled, so that ages do not depend on timing."""
 
     def before_update(self, trainer):
-        for batch in trainer.source.batches:
-            batch.sampled.result()
+        for _, sampled in trainer.source.batches:
+            sampled.result()
 
 
 class Weights(Patient):
