@@ -408,7 +408,7 @@ def test_checkpoints(name, signed, cut_short, tmp_path):
         if signed and name != "manifest.json":
             sign(folder)
         with tried(f"checkpoint {name}"):
-            done, state, complaints = newest(tmp_path / "run" / "checkpoints", tmp_path / "run", Processes())
+            done, state, complaints = newest(tmp_path / "run", Processes())
             assert done == (1 if complaints else 2)
             load(trainer, for_trainer(state), set())
 

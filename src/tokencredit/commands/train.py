@@ -39,12 +39,12 @@ def train(options: Options) -> None:
     resume = options.resume is not None
     config = to_config(options, PPOConfig)
     refuse_other_folder(config, options)
-    refuse_unused(config, rows=())
     if resume and {"environment_factory", "tools"} & set(given := read_python(Path(options.resume))):
         raise ConfigError(
             f"{options.resume!r} was begun in Python with {', '.join(given)}, which its folder does not hold; pass the "
             "same from Python, and call train(resume_from_checkpoint=True)"
         )
+    refuse_unused(config, rows=())
     with training(config, resume=resume) as (config, resume):
         from transformers.utils.logging import disable_progress_bar
 
