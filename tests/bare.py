@@ -83,7 +83,7 @@ def main(folder: Path) -> None:
     assert len(tc.read_run(folder / "run").metrics) == 4
 
     (folder / "prompts.parquet").write_bytes(b"")
-    print(refusal(tc.PPOConfig.from_dict, {"kl.coef": 0.1}))
+    assert tc.PPOConfig.from_dict({"kl.coef": 0.1}).kl.coef == 0.1
     print(refusal(train, "no", 1, rows=None, dataset=str(folder / "prompts.parquet")))
     print(refusal(train, "no", 1, rows=None, dataset="someone/prompts"))
     print(refusal(train, "no", 1, trackers=["tensorboard"]))

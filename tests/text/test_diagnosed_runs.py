@@ -112,7 +112,7 @@ DISEASES = {
         "kl": LOOSE,
     },
     "kl_runaway": {"iterations": 16, "reward_funcs": vowels, "optim": FAST(lr=2e-3), "kl": LOOSE},
-    "entropy_collapse": {"iterations": 20, "reward_funcs": vowels, "optim": FAST(lr=2e-3), "kl": LOOSE},
+    "entropy_collapse": {"iterations": 30, "reward_funcs": vowels, "optim": FAST(lr=2e-3), "kl": LOOSE},
     "clip_high": {"iterations": 5, "reward_funcs": vowels, "optim": FAST(lr=5e-3), "kl": LOOSE},
     "explained_variance": {
         "iterations": 10,

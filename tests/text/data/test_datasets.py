@@ -211,7 +211,7 @@ def test_the_hub(ask_hub):
     )
     assert train == ROWS
     assert test == ROWS[1:]
-    assert "'org/data' with prompts.split 'dev' and prompts.config_name None cannot be loaded" in split
+    assert "'org/data' with prompts.split 'dev'" in split
     assert "['train', 'test']" in split
     assert "'main' not found" in subset
     assert "'org/other', which is not a local file or folder, and the hub request failed" in missing

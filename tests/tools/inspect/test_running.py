@@ -62,7 +62,7 @@ def test_the_command_writes_file_and_page(run, capsys):
     result = read_inspect(run / "inspect.json")
     assert (sentence, page) == (result["answer"]["sentence"], str(run / "inspect.html"))
     assert "<html" in (run / "inspect.html").read_text(encoding="utf-8")
-    assert (result["version"], result["run"], result["seed"]) == (1, "full", 3)
+    assert (result["run"], result["seed"]) == ("full", 3)
     assert result["prompt"] == "This movie was"
     assert "".join(result["tokens"]) == "This movie was" + result["completion"]
     assert result["model"] == {"layers": 2, "heads": 4, "width": 32, "family": "gpt2", "parameters": 93056}
