@@ -3,46 +3,58 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from costs import (
     COPY,
-    GPT2,
     H200,
     MEASURED,
-    QWEN3_06B,
     SHAPES,
+    Batch,
+    Setup,
+    Shape,
+    cache_bytes,
+    config_of,
     decode_weight_bytes,
+    head_parameters,
     iteration_flops,
+    lora_parameters,
     optimizer_bytes,
+    parameters,
+    projection,
     rollout_seconds,
     step_seconds,
+    trained_parameters,
+    trunk_matrices,
     update_rate,
 )
 
-from tokencredit.tools.plan.memory import Batch, Setup, cache_bytes, memory, peak, trained_parameters
-from tokencredit.tools.plan.shape import Shape, head_parameters, lora_parameters, parameters, projection, trunk_matrices
+from tokencredit import PPOConfig
+from tokencredit.tools.plan.plan import make_plan
+from tokencredit.tools.plan.work import Options
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "RESULTS.md", HERE.parent / "docs" / "gpu.md"
 RANK = 16
 """Rank of the adapters."""
 BATCH = Batch()
-LONG = Batch(rows=16, prompt=512, new=3584)
 VARIANTS = {
     "shared critic": Setup(),
     "separate critic": Setup("separate"),
     "no critic": Setup("none"),
-    f"LoRA, rank {RANK}, shared critic": Setup(lora_rank=RANK),
-    f"LoRA, rank {RANK}, separate critic": Setup("separate", lora_rank=RANK),
+    f"LoRA, rank {RANK}, shared critic": Setup("shared", RANK),
+    f"LoRA, rank {RANK}, separate critic": Setup("separate", RANK),
 }
-USABLE = 0.9
-"""Share of a GPU's memory that settings may use, by the formula."""
-CARDS = (8, 24, 80, 141)
-"""Memory of GPUs, in GB."""
-MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
+LADDER: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "micro-batches of 1,024": {"ppo.micro_batch_tokens": 1024},
+    "and checkpointing": {"ppo.micro_batch_tokens": 1024, "model.gradient_checkpointing": True},
+    "micro-batches and LoRA": {"ppo.micro_batch_tokens": 1024, "model.lora.rank": RANK},
+}
+"""Settings of the table of docs/gpu.md."""
 MFU = 0.4
 STAGES = ("rollout", "re-evaluation", "reference", "update")
 
@@ -98,81 +110,37 @@ def update_rows() -> Iterator[list[str]]:
             yield [shape.name, name, *rates, f"{trained / 1e6:,.0f}", giga(moved), step]
 
 
-def memory_rows() -> Iterator[list[str]]:
-    """Memory by part, in GB."""
-    for shape in MEASURED:
-        for name, setup in VARIANTS.items():
-            parts = memory(shape, BATCH, setup)
-            sums = [sum(parts[stage].values()) for stage in ("rollout", "scoring")]
-            sizes = [*parts["kept"].values(), *parts["update"].values(), *sums, peak(parts)]
-            yield [shape.name, name, *(f"{size / 1e9:.1f}" for size in sizes)]
-
-
 def results_tables() -> dict[str, str]:
     """The tables of RESULTS.md, by name."""
     counts = ["parameters", "trunk's matrices", "projection", "value head", f"LoRA, rank {RANK}", "KV cache, B/token"]
     steps = ["step at the start, ms", "at the end, ms", "rollout, s", "rollout at 4.3 TB/s, s", "tokens/s"]
     rates = ["tokens/s", f"at {MFU:.0%} MFU", "trained, M", "optimizer step, GB", "ms"]
-    parts = memory(GPT2, BATCH, Setup())
     return {
         "shapes": markdown(["model", *counts], shape_rows()),
         "flops": markdown(["model", "variant", *STAGES, "sum", "relative"], flop_rows()),
         "decoding": markdown(["model", "weights, GB", "cache, GB", *steps], decoding_rows()),
         "update": markdown(["model", "variant", *rates], update_rows()),
-        "memory": markdown(
-            ["model", "variant", *parts["kept"], *parts["update"], "rollout", "scoring", "peak"], memory_rows()
-        ),
     }
 
 
-def choose(shape: Shape, card: float, critic: Literal["shared", "separate"], batch: Batch) -> Setup | None:
-    """The first settings that fit into a GPU's memory, in GB; None if none does.
-
-    The whole model comes before LoRA, smaller micro-batches before checkpointing; a micro-batch holds the longest row.
-    """
-    longest, minibatch = batch.prompt + batch.new, batch.rows * batch.length / batch.minibatches
-    for rank in (0, RANK):
-        for checkpointing in (False, True):
-            for tokens in (None, *(x for x in MICRO_BATCHES if longest <= x < minibatch)):
-                setup = Setup(critic, rank, checkpointing, tokens)
-                if peak(memory(shape, batch, setup)) <= USABLE * card * 1e9:
-                    return setup
-    return None
-
-
-def settings_cell(shape: Shape, card: float, critic: Literal["shared", "separate"], batch: Batch) -> str:
-    """The settings that fit, and the memory they take."""
-    setup = choose(shape, card, critic, batch)
-    if setup is None:
-        return "no"
-    words = ["LoRA" if setup.lora_rank else "whole"]
-    words += ["checkpointing"] if setup.gradient_checkpointing else []
-    words += [f"{setup.micro_batch_tokens:,}"] if setup.micro_batch_tokens else []
-    return f"{', '.join(words)}: {peak(memory(shape, batch, setup)) / 1e9:.1f}"
-
-
-def example_rows() -> Iterator[tuple[str, str, str]]:
-    """Memory of one run by part, with default settings."""
-    parts = memory(QWEN3_06B, BATCH, Setup())
-    for stage, sizes in parts.items():
-        yield from ((stage, name, f"{size / 1e9:.2f}") for name, size in sizes.items())
-    yield ("peak", "kept, and the largest of the others", f"{peak(parts) / 1e9:.2f}")
+def planned(shape: Shape, critic: str, settings: Mapping[str, Any]) -> str:
+    """The peak of a run on a GPU by `tokencredit plan`, and the smallest card on which it fits, in GB."""
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(shape).save_pretrained(folder)
+        batch = {"rollout.batch_size": BATCH.rows, "rollout.max_new_tokens": BATCH.new, "critic.kind": critic}
+        config = PPOConfig.from_dict({"model.name": folder, **batch, **settings})
+        plan = make_plan(config, Options(prompt_tokens=BATCH.prompt, time=False, device="cuda"))
+    card = plan.cards[plan.peak[0]]
+    return f"{plan.peak[1] / 1e9:.1f} ({'none' if card is None else card})"
 
 
 def docs_tables() -> dict[str, str]:
     """The tables of docs/gpu.md, by name."""
-    head = ["model", *(f"{card} GB" for card in CARDS)]
-    long = [shape for shape in SHAPES if shape.positions >= LONG.prompt + LONG.new]
-    kinds: dict[str, tuple[tuple[Literal["shared", "separate"], Batch], Sequence[Shape]]] = {
-        "shared": (("shared", BATCH), SHAPES),
-        "separate": (("separate", BATCH), SHAPES),
-        "long": (("shared", LONG), long),
-    }
-    tables = {
-        name: markdown(head, [(shape.name, *(settings_cell(shape, card, *kind) for card in CARDS)) for shape in shapes])
-        for name, (kind, shapes) in kinds.items()
-    }
-    return {**tables, "example": markdown(["when", "part", "GB"], example_rows())}
+    tables = {}
+    for critic in ("shared", "separate"):
+        rows = [[shape.name, *(planned(shape, critic, x) for x in LADDER.values())] for shape in SHAPES]
+        tables[critic] = markdown(["model", *LADDER], rows)
+    return tables
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:

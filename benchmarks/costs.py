@@ -1,4 +1,4 @@
-"""FLOPs and moved bytes of the stages of a PPO iteration, from a model's shape; memory is in tokencredit.tools.plan.
+"""FLOPs and moved bytes of the stages of a PPO iteration, from a model's shape; `tokencredit plan` measures memory.
 
 `python benchmarks/costs.py` prints the tables of RESULTS.md, `--docs` those of docs/gpu.md, `--write` fills both pages;
 cost_tables.py makes them. Units: FLOPs (a multiply-add is two), bytes, seconds; GB are 10⁹ bytes.
@@ -7,10 +7,143 @@ cost_tables.py makes them. Units: FLOPs (a multiply-add is two), bytes, seconds;
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-from tokencredit.tools.plan.memory import Batch, Setup, cache_bytes
-from tokencredit.tools.plan.shape import FLOAT, HALF, Shape, lora_parameters, projection, trunk_matrices
+FLOAT, HALF = 4, 2
+"""Bytes per number in float32 and bfloat16."""
+
+Family = Literal["gpt2", "llama", "qwen3"]
+"""GPT-2 has biases and learned positions; Llama a gated MLP and rotary positions; Qwen3 also norms on queries and
+keys."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder model's sizes."""
+
+    name: str
+    family: Family
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp: int
+    positions: int
+    tied: bool = True
+    """The input embedding is tied to the output projection."""
+    others: int = 0
+    """Parameters that the family's formula does not count, such as biases of queries and keys."""
+
+    @property
+    def queries(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_width
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_width
+
+
+def attention_matrices(shape: Shape) -> list[tuple[int, int]]:
+    """Inputs and outputs of each linear layer of a decoder layer's attention."""
+    if shape.family == "gpt2":
+        return [(shape.width, 3 * shape.width), (shape.width, shape.width)]
+    return [(shape.width, shape.queries), *[(shape.width, shape.keys)] * 2, (shape.queries, shape.width)]
+
+
+def layer_matrices(shape: Shape) -> list[tuple[int, int]]:
+    """Inputs and outputs of each linear layer of a decoder layer."""
+    gates = 1 if shape.family == "gpt2" else 2
+    up, down = (shape.width, shape.mlp), (shape.mlp, shape.width)
+    return [*attention_matrices(shape), *[up] * gates, down]
+
+
+def layer_parameters(shape: Shape) -> int:
+    """Parameters of a decoder layer: matrices, biases and norms."""
+    matrices = layer_matrices(shape)
+    products = sum(i * o for i, o in matrices)
+    if shape.family == "gpt2":
+        return products + sum(outputs for _, outputs in matrices) + 4 * shape.width
+    return products + 2 * shape.width + (2 * shape.head_width if shape.family == "qwen3" else 0)
+
+
+def trunk_matrices(shape: Shape) -> int:
+    """Parameters that multiply in the trunk: all linear layers, no embedding."""
+    return shape.layers * sum(i * o for i, o in layer_matrices(shape))
+
+
+def projection(shape: Shape) -> int:
+    """Parameters of the vocabulary projection, and of the input embedding: vocabulary × width."""
+    return shape.vocabulary * shape.width
+
+
+def parameters(shape: Shape) -> int:
+    """All parameters; a tied embedding counts once."""
+    ends = (2 + shape.positions) * shape.width if shape.family == "gpt2" else shape.width
+    layers = shape.layers * layer_parameters(shape)
+    return layers + ends + projection(shape) * (1 if shape.tied else 2) + shape.others
+
+
+def trunk_parameters(shape: Shape) -> int:
+    """Parameters of the trunk of a separate critic: all but an untied projection."""
+    return parameters(shape) - (0 if shape.tied else projection(shape))
+
+
+def head_parameters(shape: Shape, kind: Literal["mlp", "linear"] = "mlp", outputs: int = 1) -> int:
+    """Parameters of the value head, with biases: width → outputs, or width → 4 width → outputs (`mlp`)."""
+    if kind == "linear":
+        return (shape.width + 1) * outputs
+    return 4 * shape.width**2 + 4 * shape.width + (4 * shape.width + 1) * outputs
+
+
+def lora_parameters(shape: Shape, rank: int) -> int:
+    """Parameters of an adapter on each linear layer: rank × (inputs + outputs)."""
+    return shape.layers * rank * sum(i + o for i, o in layer_matrices(shape))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The work of one iteration of one process; all completions have full length."""
+
+    rows: int = 64
+    prompt: int = 64
+    new: int = 448
+    epochs: int = 4
+    minibatches: int = 4
+
+    @property
+    def length(self) -> int:
+        """Tokens per row in a forward pass: the last one is never an input."""
+        return self.prompt + self.new - 1
+
+    @property
+    def responses(self) -> int:
+        """Sampled tokens of all rows: the positions that are projected to the vocabulary."""
+        return self.rows * self.new
+
+
+class Setup(NamedTuple):
+    """The settings that determine computation."""
+
+    critic: Literal["shared", "separate", "none"] = "shared"
+    lora_rank: int = 0
+    reference: bool = True
+
+
+def trained_parameters(shape: Shape, setup: Setup) -> int:
+    """Number of trained parameters: model or adapter, value head, trunk of a separate critic."""
+    model = lora_parameters(shape, setup.lora_rank) if setup.lora_rank else parameters(shape)
+    head = 0 if setup.critic == "none" else head_parameters(shape)
+    return model + head + (trunk_parameters(shape) if setup.critic == "separate" else 0)
+
+
+def cache_bytes(shape: Shape) -> int:
+    """KV cache per token in bfloat16: 2 · layers · key-value heads · head width numbers."""
+    return 2 * HALF * shape.layers * shape.keys
 
 
 def config_of(shape: Shape) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import costs
 import psutil
 import torch
-from costs import config_of
+from costs import Batch, Setup, Shape, config_of
 from counting import Counts
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -46,9 +46,6 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.kv_cache import CachedSteps
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.scoring_passes import rollout_logprobs
-from tokencredit.tools.plan.memory import Batch, Setup
-from tokencredit.tools.plan.memory import memory as memory_of
-from tokencredit.tools.plan.shape import Shape
 
 TINY_GPT2 = Shape("tiny GPT-2", "gpt2", 512, 32, 2, 4, 4, 8, 128, 256)
 TINY_QWEN3 = Shape("tiny Qwen3", "qwen3", 512, 32, 2, 4, 2, 8, 64, 256)
@@ -301,13 +298,8 @@ class Bench:
         yield Row(shape.name, "update, MFU of 989 TFLOP/s", mfu, "%", *goals[1])
         yield Row(shape.name, "rollout", batch.responses / stages["rollout"], "tokens/s")
         if memory:
-            parts = memory_of(shape, batch, setup)
-            kept = sum(parts["kept"].values())
-            for stage, part in (("rollout", "rollout"), ("reference", "scoring"), ("update", "update")):
-                formula = (kept + sum(parts[part].values())) / 1e9
-                yield Row(
-                    shape.name, f"peak memory in {stage}; by formula {formula:.1f}", memory.peaks[stage] / 1e9, "GB"
-                )
+            for stage in ("rollout", "reference", "update"):
+                yield Row(shape.name, f"peak memory in {stage}", memory.peaks[stage] / 1e9, "GB")
         yield from self.minibatch_counts(shape, batch, trainer)
 
     def minibatch_counts(self, shape: Shape, batch: Batch, trainer: PPOTrainer) -> Iterator[Row]:

@@ -1,6 +1,5 @@
 """Small models of the families whose memory and FLOPs are known by formula, and a training step on them."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -12,12 +11,10 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.critic import Critic, build_value_head
-from tokencredit.text.models.run_models import enable_checkpointing
-from tokencredit.tools.plan.memory import Batch, Setup
-from tokencredit.tools.plan.shape import Shape
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import costs
+from costs import Batch, Setup, Shape
 
 SMALL = {
     "gpt2": Shape("small", "gpt2", 97, 64, 3, 4, 4, 16, 160, 128),
@@ -30,39 +27,27 @@ VARIANTS = {
     "shared": Setup(),
     "separate": Setup("separate"),
     "none": Setup("none"),
-    "adapter": Setup(lora_rank=RANK),
+    "adapter": Setup("shared", RANK),
 }
 
 
 def build(shape: Shape, setup: Setup) -> ActorCritic:
-    """A model with random weights; beside an adapter, its matrices are in bfloat16 on a GPU if compute is."""
+    """A model with random weights."""
     torch.manual_seed(0)
     lm, trunk = AutoModelForCausalLM.from_config(costs.config_of(shape)), None
     if setup.critic == "separate":
         trunk = trunk_of(AutoModelForCausalLM.from_config(costs.config_of(shape)))
     if setup.lora_rank:
         add_adapter(lm, lora_config(LoraConfig(rank=setup.lora_rank)), "model.lora")
-        for name, p in lm.named_parameters():
-            if (
-                setup.half
-                and setup.device == "cuda"
-                and not p.requires_grad
-                and p.dim() == 2
-                and not re.search("wte|wpe|embed", name)
-            ):
-                p.data = p.data.bfloat16()
-    if setup.gradient_checkpointing:
-        for part in (lm, *([] if trunk is None else [trunk])):
-            enable_checkpointing(part)
     critic = None if setup.critic == "none" else Critic(build_value_head("mlp", shape.width), trunk)
     return ActorCritic(lm, critic)
 
 
-def inputs_of(batch: Batch, padded: bool = True) -> dict[str, torch.Tensor]:
-    """Rows; with a little padding, so that the attention has a mask, if `padded`."""
+def inputs_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """Rows with a little padding, so that the attention has a mask."""
     torch.manual_seed(0)
     mask = torch.ones(batch.rows, batch.prompt, dtype=torch.bool)
-    mask[0, :3] = not padded
+    mask[0, :3] = False
     ids = [torch.randint(0, 90, (batch.rows, length)) for length in (batch.prompt, batch.new)]
     return {
         "prompt_ids": ids[0],

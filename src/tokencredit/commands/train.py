@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -108,6 +110,14 @@ def offline(kind: type[OfflineSettings], options: Options) -> None:
             trainer.train(resume_from_checkpoint=resume)
 
 
+def size(text: str) -> float:
+    """The bytes in a size such as 24GB, as the type of an option."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B", text.strip(), re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"is {text}; it must be a size such as 24GB")
+    return float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
+
+
 def plan_parser() -> Parser:
     """The parser of `tokencredit plan`."""
     parser = new_command(
@@ -119,6 +129,8 @@ def plan_parser() -> Parser:
     parser.add_argument(
         "--prompt_tokens", help="Length of prompts, in tokens; by default they are tokenized and counted.", **lengths
     )
+    parser.add_argument("--device", type=one_of("cpu", "cuda"), help="Device to plan for; by default this machine's.")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="Memory of that device, such as 24GB.")
     parser.add_argument("--no-time", action="store_true", help="Skip the calibration of time on this machine.")
     parser.add_argument("--out", metavar="FILE", help="New JSON file for the plan.")
     return parser
@@ -136,8 +148,10 @@ def plan(options: Options) -> None:
     from tokencredit.tools.plan.show import show, write
 
     disable_progress_bar()
-    sizes = work.Options(options.processes, options.tokens, options.prompt_tokens, not options.no_time)
-    made = make_plan(config, sizes)
+    lengths = options.tokens, options.prompt_tokens
+    made = make_plan(
+        config, work.Options(options.processes, *lengths, not options.no_time, options.device, options.memory)
+    )
     show(made)
     if out is not None:
         write(made, out)

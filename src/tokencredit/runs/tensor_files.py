@@ -41,7 +41,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], processes: Proces
 
     if not tensors:
         return
-    writer = HuggingFaceStorageWriter(str(folder), _file_numbers(tensors), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), file_numbers(tensors), save_distributed=True)
     try:
         with _quiet():
             save(dict(tensors), storage_writer=writer, no_dist=processes.count == 1)
@@ -52,7 +52,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], processes: Proces
         raise OSError(errno.EIO, f"process {rank}: {type(failure).__name__}: {failure}", str(folder)) from error
 
 
-def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The number, from 1, of each tensor's file; each process writes files of these numbers."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     limit = min(max(total // FILES, SMALLEST_FILE), LARGEST_FILE)

@@ -6,15 +6,10 @@ from dataclasses import replace
 import pytest
 
 from helpers.commands import refused
-from tokencredit import PPOConfig, PPOTrainer
+from tokencredit import PPOConfig
 from tokencredit.cli import main
-from tokencredit.settings.model import ModelConfig
-from tokencredit.tools.plan import plan as plans
 from tokencredit.tools.plan import show
-from tokencredit.tools.plan.machine import Machine
-from tokencredit.tools.plan.model_shape import plan_model
-from tokencredit.tools.plan.plan import make_plan, remedies
-from tokencredit.tools.plan.shape import parameters
+from tokencredit.tools.plan.plan import Machine, make_plan, remedies
 from tokencredit.tools.plan.work import Options
 
 SMALL = {"rollout.batch_size": 8, "rollout.max_new_tokens": 12, "model.dtype": "float32", "run.iterations": 3}
@@ -33,7 +28,8 @@ def test_the_table_says_how_much_when_and_where(capsys, tmp_path):
     plan = json.loads(out.read_text())
     assert lines[0].startswith("model     builtin:reviews, 1.7 million parameters")
     assert "40 iterations of 8 completions of 6 tokens" in lines[1]
-    assert lines[2] == "device    cpu, float32, 2 processes, each with whole models"
+    assert lines[2].startswith("device    cpu")
+    assert lines[2].endswith("float32, 2 processes, each with whole models")
     peak, at = plan["peak"]["bytes"], plan["peak"]["at"]
     assert f"peak of the {at}".ljust(28) + f"{peak / 1e9:>6.2f}  the highest" in [line.strip() for line in lines]
     assert plan["tokens"] == 40 * 8 * 6
@@ -55,9 +51,14 @@ def test_the_table_says_how_much_when_and_where(capsys, tmp_path):
         (["--env.factory", "builtin:grid"], "give --prompt_tokens"),
         (["--model.name", "./nowhere"], "nowhere"),
         (["--rollout.batch_size", "4", "--ppo.minibatches", "2", "--processes", "8"], "it must be at least 8"),
+        (["--memory", "much"], "--memory is much; it must be a size such as 24GB"),
+        (["--device", "cuda", "--memory", "0GB"], "--memory is 0GB"),
         (["--out", "plan.txt"], "--out is 'plan.txt'; it must be a file that ends in .json"),
         (["--critic.kind", "separate", "--critic.layers", "9"], "critic.layers is 9; it must be at most 2"),
-        (["--model.lora.rank", "4", "--model.lora.target_modules", "[q]"], "model.lora.target_modules is ['q']"),
+        (
+            ["--model.lora.rank", "4", "--model.lora.target_modules", "[q]"],
+            "model.lora.target_modules: Target modules {'q'} not found",
+        ),
     ],
 )
 def test_wrong_use_is_one_line(capsys, arguments, message):
@@ -67,7 +68,7 @@ def test_wrong_use_is_one_line(capsys, arguments, message):
 def test_a_file_holds_settings_and_no_options_of_the_command(capsys, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("processes: 2\n")
-    assert "processes is an option of the command, not a setting" in refused(capsys, "plan", "--config", str(file))
+    assert "unknown key processes" in refused(capsys, "plan", "--config", str(file))
 
 
 def test_parts_of_a_configuration_that_have_no_plan_are_named():
@@ -85,19 +86,10 @@ def test_parts_of_a_configuration_that_have_no_plan_are_named():
         assert part in text
 
 
-def test_settings_reach_the_formulas():
-    plan = planned({"critic.kind": "separate", "critic.layers": 2, "critic.head": "linear", "kl.coef": 0})
-    assert plan.work.setup.trunk.layers == 2
-    assert plan.parts["kept"]["reference"] == 0
-    lora = planned({"model.lora.rank": 4, "model.lora.target_modules": ["c_attn"]})
-    shape = lora.work.model.shape
-    assert lora.work.setup.adapter == shape.layers * 4 * (shape.width + 3 * shape.width)
-
-
 def test_prompts_are_counted():
     plan = planned({"prompts.text": ["This movie was", "This movie was really"]})
     longest = plan.work.batch.prompt
-    assert plan.work.setup.padded
+    assert plan.work.padded
     assert plan.work.mean.prompt <= longest
     assert planned(prompt_tokens=7).work.batch.prompt == 7
 
@@ -106,12 +98,14 @@ def test_memory_that_does_not_fit_is_a_warning_with_what_to_change():
     plan = replace(planned(processes=2), libraries=0)
     small = replace(plan, machine=Machine("cpu", 10**7, 10**5))
     warnings = list(show.warnings(small))
+    changes = list(remedies(small))
     assert f"the {plan.peak[0]} needs 2 ×" in warnings[0]
     assert "10 MB of RAM are available" in warnings[0]
     assert any("run.shard: full" in warning for warning in warnings)
     assert "lower run.keep_last" in warnings[-1]
     assert list(show.warnings(replace(plan, machine=Machine("cpu", None, None)))) == []
-    assert all(size < plan.peak[1] for _, size in remedies(plan))
+    sizes = [plan.peak[1], *(better.peak[1] for _, better in changes)]
+    assert sizes == sorted(sizes, reverse=True), "each change comes on top of those before"
 
 
 def test_the_time_of_all_iterations_is_that_of_one_times_their_number():
@@ -123,52 +117,18 @@ def test_the_time_of_all_iterations_is_that_of_one_times_their_number():
     assert "not estimated" in next(show.time_lines(replace(plan, seconds=None)))
 
 
-def test_a_family_without_a_formula_is_counted_and_said(tmp_path):
-    from transformers import AutoConfig
-
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-    AutoConfig.for_model("gpt_neox", vocab_size=101, **sizes).save_pretrained(tmp_path)
-    model = plan_model(ModelConfig(name=str(tmp_path)))
-    assert parameters(model.shape) == model.lm.num_parameters()
-    assert "gpt_neox" in model.notes[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"critic.kind": "separate"}, {"model.lora.rank": 4}, {"model.dtype": "bfloat16", "critic.kind": "none"}],
-    ids=["shared", "separate", "LoRA", "bfloat16"],
-)
-def test_the_tensors_of_a_run_have_the_planned_sizes(settings, tmp_path):
-    if settings.get("critic.kind") == "none":
-        settings = settings | {"advantage.estimator": "uniform"}
-    config = PPOConfig.from_dict(SMALL | settings | {"run.dir": str(tmp_path / "run"), "run.trackers": []})
-    kept = make_plan(config, Options(time=False)).parts["kept"]
-    trainer, gradients = PPOTrainer(args=config), []
-    step = trainer.learner.optimizer.step
-
-    def counted():
-        gradients.append(sum(p.grad.nbytes for p in trainer.learner.parameters if p.grad is not None))
-        return step()
-
-    trainer.learner.optimizer.step = counted
-    trainer.iteration(1)
-    critic, reference = trainer.policy.critic, trainer.reference
-    state = trainer.learner.optimizer.state.values()
-    assert sum(p.nbytes for p in trainer.policy.lm.parameters()) == kept["weights"]
-    assert (0 if critic is None else sum(p.nbytes for p in critic.parameters())) == kept["critic"]
-    assert sum(x.nbytes for values in state for x in values.values() if x.dim()) == kept["moments"]
-    assert max(gradients) == kept["moments"] / 2
-    own = 0 if reference is trainer.policy else sum(p.nbytes for p in reference.parameters())
-    # In bfloat16 the biases of matrix layers are rounded too.
-    assert own == pytest.approx(kept["reference"], rel=0.005)
-
-
 def test_disk_holds_checkpoints_and_policies():
     plan = planned({"run.keep_last": 3})
-    sizes = plans.disk(plan)
-    trained = plan.parts["kept"]["moments"] / 8
-    assert sizes["checkpoints"] == 3 * 12 * trained
-    assert sizes["policy"] == plan.parts["kept"]["weights"] + plan.parts["kept"]["critic"]
-    assert plans.disk(planned({"run.save_every": 0}))["checkpoints"] == 0
-    assert "best" in plans.disk(planned({"eval.every": 1}))
+    assert plan.disk["checkpoints"] == 3 * 12 * plan.trained
+    assert plan.disk["policy"] == plan.parts["kept"]["weights"] + plan.parts["kept"]["critic"]
+    assert planned({"run.save_every": 0}).disk["checkpoints"] == 0
+    assert "best" in planned({"eval.every": 1}).disk
+
+
+def test_a_gpu_that_this_machine_lacks_is_planned(capsys):
+    assert main(["plan", "--device", "cuda", "--memory", "0.4GB"]) == 0
+    text = capsys.readouterr().out
+    assert "device    cuda with 0.40 GB, bfloat16" in text
+    assert "fits on GPUs from 8 GB" in text
+    assert "time      not estimated on this machine: it has no cuda device" in text
+    assert "that is not enough: lower rollout.batch_size" in text

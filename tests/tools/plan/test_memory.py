@@ -1,238 +1,140 @@
-"""Memory by formula is that of real tensors, on small models."""
+"""Measured sizes are those of real tensors, for every family and kind of run."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
-from helpers.shapes import BATCH, SMALL, VARIANTS, build, inputs_of, train
-from tokencredit.core import logprobs
-from tokencredit.learn.optim import build_optimizer
-from tokencredit.learn.training_mode import training, training_modules
-from tokencredit.runs import tensor_files
-from tokencredit.text.models import actor_critic, kv_cache
-from tokencredit.text.models.model_loading import fuse_gelu
-from tokencredit.tools.plan import memory as formulas
-from tokencredit.tools.plan.memory import Batch, Setup, memory
-from tokencredit.tools.plan.shape import HALF, projection
+from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.learn.state import trainable
+from tokencredit.text.models.precision import Precision
+from tokencredit.tools.plan.live_memory import LiveMemory
+from tokencredit.tools.plan.memory import measure, update_parts
+from tokencredit.tools.plan.model_skeletons import build_skeletons
+from tokencredit.tools.plan.passes import Passes
+from tokencredit.tools.plan.plan import make_plan
+from tokencredit.tools.plan.work import Options, plan_work
 
-CPU = Setup(device="cpu", dtype="float32", static_cache=False)
-
-
-def test_constants_are_those_of_the_code():
-    for name in ("FILES", "SMALLEST_FILE", "LARGEST_FILE"):
-        assert getattr(formulas, name) == getattr(tensor_files, name)
-    assert formulas.CHUNK_LOGITS == {"cpu": logprobs.CHUNK_LOGITS, "cuda": logprobs.CHUNK_LOGITS_ON_ACCELERATORS}
-    assert formulas.MIN_CHUNK == logprobs.MIN_CHUNK
-    assert formulas.SHORT == actor_critic.SHORT
-    assert formulas.SPARE_TOKENS == kv_cache.SPARE_TOKENS
-
-
-@pytest.mark.parametrize("setup", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
-def test_weights_gradients_and_moments_are_those_of_a_real_optimizer(shape, setup):
-    model = build(shape, setup)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert sum(p.numel() for p in trained) == formulas.trained_parameters(shape, setup)
-    with torch.autocast("cpu", torch.bfloat16):
-        train(model, BATCH)
-    optimizer = build_optimizer([{"params": trained, "lr": 1e-3}])
-    optimizer.step()
-    kept = memory(shape, BATCH, setup)["kept"]
-    critic = 0 if model.critic is None else sum(p.nbytes for p in model.critic.parameters())
-    assert sum(p.nbytes for p in model.lm.parameters()) == kept["weights"]
-    assert critic == kept["critic"]
-    assert sum(x.nbytes for state in optimizer.state.values() for x in state.values() if x.dim()) == kept["moments"]
-    assert sum(p.grad.nbytes for p in trained) == 4 * formulas.trained_parameters(shape, setup)
+SMALL = {"rollout.batch_size": 8, "rollout.max_new_tokens": 12, "model.dtype": "float32", "run.iterations": 3}
+SMALL |= {"reward": [{"function": "length"}], "rollout.stop_at_eos": False}
+SIZES = {"vocab_size": 997, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+WIDER = {"intermediate_size": 112, "num_key_value_heads": 2, "head_dim": 16}
+FAMILIES = {
+    "gpt2": {},
+    "llama": WIDER,
+    "qwen3": WIDER,
+    "gemma2": {**WIDER, "sliding_window": 8},
+    "mistral": {**WIDER, "sliding_window": 8},
+    "gpt_neox": {"intermediate_size": 128},
+    "mixtral": {**WIDER, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
 
 
-def autocast(setup):
-    """The dtype of a setup's passes on a CPU."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=setup.half)
+def work_of(settings=None, **options):
+    return plan_work(PPOConfig.from_dict(SMALL | (settings or {})), Options(**options))
 
 
-def cache_of(shape, setup):
-    """The KV cache after a prompt and then one token after another, as a rollout fills it."""
-    model, inputs = build(shape, replace(setup, critic="none")), inputs_of(BATCH)
-    cache = kv_cache.sampling_cache(model.lm.config)
-    ids = torch.cat([inputs["prompt_ids"], inputs["response_ids"]], 1)
-    with torch.no_grad(), autocast(setup):
-        start = 0
-        for end in range(BATCH.prompt, BATCH.prompt + BATCH.new):
-            mask = torch.ones(BATCH.rows, end, dtype=torch.bool)
-            places = torch.arange(start, end).expand(BATCH.rows, -1)
-            model.hidden(ids[:, start:end], mask, places, cache)
-            start = end
-    return cache
+def family(kind, folder, settings=None, **options):
+    AutoConfig.for_model(kind, **SIZES, **FAMILIES[kind]).save_pretrained(folder)
+    batch = {"rollout.batch_size": 8, "rollout.max_new_tokens": 20, "ppo.minibatches": 1}
+    return work_of({"model.name": str(folder), **batch, **(settings or {})}, prompt_tokens=12, **options)
 
 
+def live_update(work):
+    """The peak of an update of a real model, by the same count of live storages, without fake tensors."""
+    torch.manual_seed(0)
+    policy, reference = build_skeletons(work)
+    weights = {x.untyped_storage()._cdata for x in (*policy.parameters(), *policy.buffers())}
+    passes = Passes(work, policy, reference, Precision(work.dtype, torch.device("cpu")))
+    shares = type("Whole", (), {"bytes": staticmethod(lambda tensors: sum(x.nbytes for x in tensors))})
+    with LiveMemory(work, weights, policy.lm.get_output_embeddings().weight.shape) as live:
+        return sum(update_parts(live, passes, shares).values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
-def test_cache_bytes_are_those_of_a_real_cache(shape, dtype):
-    setup = replace(CPU, dtype=dtype)
-    cache = cache_of(shape, setup)
-    buffers = [buffer for layer in cache.layers for buffer in layer.buffers]
-    assert sum(x.nbytes for x in buffers) == memory(shape, BATCH, setup)["rollout"]["KV cache"]
-    assert formulas.cache_capacity(BATCH.prompt, BATCH.new) == buffers[0].shape[-2]
-
-
-def test_the_support_of_a_token_is_kept_with_it():
-    shape = next(iter(SMALL.values()))
-    full, kept = (memory(shape, BATCH, replace(CPU, support=k))["kept"]["experience"] for k in (0, 20))
-    assert kept - full == 4 * 20 * BATCH.responses
-
-
-def test_capacity_of_a_growing_cache():
-    assert formulas.cache_capacity(16, 48) == 80, "16 and 64 more"
-    assert formulas.cache_capacity(16, 200) == 80 + 1 + 64 + 1 + 73
-    assert formulas.cache_capacity(200, 10) == 300, "half as much again"
-
-
-def saved_bytes(model, batch, setup):
-    """Memory that the forward pass of an update keeps for the backward pass, weights and their copies left out."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept, saved = {}, []
-
-    def pack(x):
-        saved.append(x)  # so that no two have the same address
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    with hooks, training(training_modules(model)), autocast(setup):
-        model(inputs_of(batch, setup.padded), temperature=1.0)
-    return sum(size for place, size in kept.items() if place not in weights)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_update_on_fake_tensors_takes_the_memory_of_a_real_one(kind, dtype, tmp_path):
+    work = family(kind, tmp_path, {"model.dtype": dtype})
+    measured = measure(work)
+    assert measured.parts["kept"]["weights"] == 4 * measured.parameters
+    assert sum(measured.parts["update"].values()) == pytest.approx(live_update(work), rel=0.05)
+    assert measured.parts["rollout"]["KV cache"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("new", [20, 60], ids=["short", "long"])
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", ["separate", "adapter"])
-@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
-def test_activation_bytes_are_those_that_a_pass_keeps(shape, variant, dtype, padded, new):
-    setup = replace(VARIANTS[variant], device="cpu", dtype=dtype, padded=padded)
-    batch = replace(BATCH, new=new, minibatches=1)
-    model = build(shape, setup)
-    fuse_gelu(model)
-    expected = forward_activations(shape, batch, setup)
-    if setup.half:  # copies of the trunk's matrices are kept too; that of the projection is not
-        expected += formulas.update_bytes(shape, batch, setup)["autocast copies"] - HALF * projection(shape)
-    assert saved_bytes(model, batch, setup) == pytest.approx(expected, rel=0.03 if variant == "adapter" else 3e-3)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"critic.kind": "separate", "critic.layers": 1},
+        {"model.lora.rank": 4},
+        {"model.dtype": "bfloat16", "critic.kind": "none", "advantage.estimator": "uniform"},
+        {"optim.name": "muon"},
+    ],
+    ids=["shared", "separate", "LoRA", "bfloat16", "muon"],
+)
+def test_the_tensors_of_a_run_have_the_planned_sizes(settings, tmp_path):
+    config = PPOConfig.from_dict(SMALL | settings | {"run.dir": str(tmp_path / "run"), "run.trackers": []})
+    plan = make_plan(config, Options(time=False))
+    kept = plan.parts["kept"]
+    trainer = PPOTrainer(args=config)
+    trainer.iteration(1)
+    critic, reference = trainer.policy.critic, trainer.reference
+    state = trainer.learner.optimizer.state.values()
+    assert sum(p.nbytes for p in trainer.policy.lm.parameters()) == kept["weights"]
+    assert (0 if critic is None else sum(p.nbytes for p in critic.parameters())) == kept["critic"]
+    assert sum(x.nbytes for values in state for x in values.values() if x.dim()) == kept["moments"]
+    own = 0 if reference is trainer.policy else sum(p.nbytes for p in reference.parameters())
+    assert own == kept["reference"]
+    assert sum(p.numel() for p in trainable(trainer.policy)) == plan.trained
 
 
-def forward_activations(shape, batch, setup):
-    """Activations of policy and critic by formula, when the forward passes are done."""
-    return formulas.update_moments(shape, batch, setup)[1]["activations"]
+def test_a_growing_cache_has_the_capacity_of_a_real_one(tmp_path):
+    work = family("llama", tmp_path)
+    # 12 tokens and 64 more hold all 32; 3 layers of keys and values, 2 heads of 16.
+    assert measure(work).parts["rollout"]["KV cache"] == 8 * 76 * 3 * 2 * 2 * 16 * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["separate", "adapter"])
-@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
-def test_checkpointing_keeps_the_input_of_each_layer(shape, variant):
-    setup = replace(VARIANTS[variant], device="cpu", dtype="float32", gradient_checkpointing=True)
-    shape, batch = replace(shape, layers=6), replace(BATCH, minibatches=1)
-    # The layer that is computed again comes in the backward pass.
-    trunks = 2 if setup.critic == "separate" else 1
-    again = trunks * batch.rows * batch.length * formulas.layer_activation_bytes(shape, batch.length, setup)
-    expected = forward_activations(shape, batch, setup) - again
-    assert saved_bytes(build(shape, setup), batch, setup) == pytest.approx(expected, rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
-def test_math_attention_of_float32_on_a_gpu(shape):
-    setup, batch = Setup(dtype="float32", device="cuda", padded=False), replace(BATCH, minibatches=1)
-    model = build(shape, setup)
-    with sdpa_kernel(SDPBackend.MATH):
-        saved = saved_bytes(model, batch, setup)
-    assert saved == pytest.approx(forward_activations(shape, batch, setup), rel=3e-3)
-
-
-class LiveMemory(TorchDispatchMode):
-    """Bytes of the tensors that operations in this context make, while they live; those given do not count."""
-
-    def __init__(self, given):
-        super().__init__()
-        self.sizes = {x.untyped_storage()._cdata: 0 for x in given}
-        self.now, self.peak = 0, 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.free, storage._cdata)
-        return result
-
-    def free(self, place):
-        self.now -= self.sizes.pop(place)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("several", [False, True], ids=["one micro-batch", "two"])
-@pytest.mark.parametrize("variant", ["shared", "separate", "adapter"])
-@pytest.mark.parametrize("shape", [SMALL["gpt2"], SMALL["qwen3"]], ids=["gpt2", "qwen3"])
-def test_an_update_takes_as_much_memory_as_the_formula(shape, variant, several):
-    budget = 8 * BATCH.length if several else None
-    setup = replace(VARIANTS[variant], device="cpu", dtype="float32", micro_batch_tokens=budget)
-    shape, batch = replace(shape, vocabulary=8000, layers=6), replace(BATCH, rows=16 if several else 8, minibatches=1)
-    model, micro = build(shape, setup), replace(batch, rows=8)
-    fuse_gelu(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    with training(training_modules(model)):
-        if several:
-            train(model, micro)
-        gradients = [p.grad for p in trained if p.grad is not None]
-        with LiveMemory([*model.parameters(), *gradients]) as live:
-            train(model, micro)
-    measured = live.peak + sum(gradient.nbytes for gradient in gradients)
-    assert sum(formulas.update_bytes(shape, batch, setup).values()) == pytest.approx(measured, rel=0.1)
-
-
-def test_micro_batches_and_minibatches_bound_the_rows_of_a_pass():
-    batch = Batch(rows=16, prompt=10, new=11, minibatches=2)
-    assert formulas.micro_rows(8, batch, CPU) == 8
-    assert formulas.micro_rows(8, batch, replace(CPU, micro_batch_tokens=65)) == 3, "rows of 20 tokens"
+def test_micro_batches_and_checkpointing_lower_the_update(tmp_path):
+    plain, micro, both = (
+        sum(measure(family("llama", tmp_path, settings, device="cuda")).parts["update"].values())
+        for settings in (
+            {"rollout.max_new_tokens": 200},
+            {"rollout.max_new_tokens": 200, "ppo.micro_batch_tokens": 250},
+            {"rollout.max_new_tokens": 200, "ppo.micro_batch_tokens": 250, "model.gradient_checkpointing": True},
+        )
+    )
+    assert plain > 2 * micro > 2 * both
 
 
 def test_processes_share_the_rows_and_the_sharded_tensors():
-    shape, setup = SMALL["gpt2"], replace(CPU, critic="separate")
-    alone = memory(shape, BATCH, setup)["kept"]
-    copied = memory(shape, BATCH, replace(setup, processes=2))["kept"]
-    assert copied["DDP buckets"] == alone["moments"] / 2
-    assert copied["weights"] == alone["weights"]
-    split = memory(shape, BATCH, replace(setup, processes=2, shard="full"))
-    head = 4 * formulas.head_count(shape, setup)
-    assert split["kept"]["weights"] == alone["weights"] / 2
-    assert split["kept"]["critic"] == (alone["critic"] - head) / 2 + head
-    assert split["kept"]["moments"] == (alone["moments"] - 2 * head) / 2 + 2 * head
-    assert split["rollout"]["gathered weights"] == alone["weights"], "the policy is whole while sampling"
-    layers = memory(shape, BATCH, replace(setup, processes=2, shard="full", gathered=False))
-    assert layers["rollout"]["gathered weights"] == formulas.gathered_bytes(shape) < alone["weights"]
+    settings = {"critic.kind": "separate"}
+    alone = measure(work_of(settings))
+    copied = measure(work_of(settings, processes=2))
+    split = measure(work_of(settings | {"run.shard": "full"}, processes=2))
+    kept = alone.parts["kept"]
+    assert copied.parts["kept"]["DDP buckets"] == 4 * alone.trained
+    assert copied.parts["kept"]["weights"] == kept["weights"]
+    assert split.parts["kept"]["weights"] == kept["weights"] / 2
+    assert kept["critic"] / 2 < split.parts["kept"]["critic"] < kept["critic"], "the value head is whole"
+    assert split.parts["rollout"]["gathered weights"] == kept["weights"], "the policy is whole while sampling"
+    layers = measure(work_of(settings | {"run.shard": "full", "sharding.sampling": "layers"}, processes=2))
+    assert layers.parts["rollout"]["gathered weights"] <= kept["weights"]
 
 
-def test_frozen_parts_of_a_critic_have_no_moments():
-    shape, setup = SMALL["qwen3"], replace(CPU, critic="separate")
-    whole, trained = formulas.critic_parameters(shape, setup)
-    assert whole == trained
-    attention = shape.layers * (2 * 64 * 96 + 2 * 64 * 48)
-    assert formulas.critic_parameters(shape, replace(setup, critic_trains="all but attention"))[1] == whole - attention
-    assert formulas.critic_parameters(shape, replace(setup, critic_trains="head"))[1] == 0
+def test_an_ensemble_and_an_exact_kl_are_measured():
+    plain = measure(work_of()).parts["update"]
+    exact = measure(work_of({"kl.place": "loss", "kl.estimator": "full"})).parts
+    assert exact["update"]["logits"] >= plain["logits"]
+    members = measure(work_of({"critic.kind": "separate", "critic.members": 2, "critic.clip": None}))
+    one = measure(work_of({"critic.kind": "separate"}))
+    assert members.parts["kept"]["critic"] == 2 * one.parts["kept"]["critic"]
 
 
-def test_freed_memory_of_small_tensors_stays_with_a_cpu_process():
-    shape = replace(SMALL["gpt2"], vocabulary=50_257, width=256, mlp=1024)
-    batch = Batch(rows=32, prompt=16, new=48, minibatches=2)
-    update = memory(shape, batch, CPU)["update"]
-    # At the end of the backward pass a second gradient as large as the vocabulary is there, while activations that
-    # have been freed stay resident.
-    assert update["freed, not returned"] == 4 * projection(shape)
-    assert "freed, not returned" not in memory(shape, batch, replace(CPU, device="cuda"))["update"]
-    assert "freed, not returned" not in memory(replace(shape, vocabulary=1000), batch, CPU)["update"]
+def test_a_gpu_computes_larger_chunks_of_logits(tmp_path):
+    work = family("gpt2", tmp_path, {"model.dtype": "bfloat16"})
+    on_gpu = replace(work, device="cuda")
+    assert "save" not in measure(on_gpu).parts
+    assert measure(on_gpu).parts["rollout"]["KV cache"] != measure(work).parts["rollout"]["KV cache"]

@@ -1,45 +1,43 @@
-"""Memory of a run's parts in bytes, by formula: from the sizes of the model, the batch and the settings.
+"""Memory of a run's parts in bytes, measured on fake tensors: the model's own code runs, without weights or numbers.
 
-Formulas are per process. Activations are counted tensor by tensor for eager PyTorch, and tested on real models.
+Sizes are per process. The passes of an iteration run in PyTorch's `FakeTensorMode`, and `LiveMemory` sums the storages
+that live at each moment. Fake tensors are on the CPU; for a GPU, the settings in which its passes differ are replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+import gc
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from tokencredit.tools.plan.shape import (
-    FLOAT,
-    HALF,
-    Shape,
-    attention_matrices,
-    head_parameters,
-    layer_parameters,
-    lora_parameters,
-    parameters,
-    projection,
-    trunk_matrices,
-    trunk_parameters,
-)
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import masking_utils
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
-"""Logits per chunk of the vocabulary projection; `core.logprobs` has the numbers, and a test holds them equal."""
-MIN_CHUNK = 128
-"""Fewest tokens per chunk of the vocabulary projection."""
-SHORT = 64
-"""Longest sequence that trains with PyTorch's math attention in bfloat16 on a CPU; see `text.models.actor_critic`."""
-SPARE_TOKENS = 64
-"""Least spare capacity of a growing KV cache; see `text.engines.local.dynamic_kv_cache`."""
-LARGE = 2**25
-"""Bytes from which the C library (glibc) takes a tensor's memory from the kernel, and returns it when it is freed. It
-keeps the memory of smaller ones for tensors to come, so their highest sum stays resident."""
-FILES, SMALLEST_FILE, LARGEST_FILE = 64, 2**26, 2**30
-"""Number and bytes of a checkpoint's files; `runs.tensor_files` has them too, and a test holds them equal."""
+from tokencredit.core import logprobs
+from tokencredit.learn.optim import build_optimizer, hidden_matrices
+from tokencredit.learn.state import trainable
+from tokencredit.runs.tensor_files import file_numbers
+from tokencredit.text.models import actor_critic
+from tokencredit.text.models.actor_critic import ActorCritic, Extent, Inputs
+from tokencredit.text.models.architecture import layers_of, trunk_of
+from tokencredit.text.models.kv_cache import SpareCapacityLayer
+from tokencredit.text.models.precision import Precision
+from tokencredit.tools.plan.live_memory import FakeMemory, LiveMemory
+from tokencredit.tools.plan.model_skeletons import build_skeletons
+from tokencredit.tools.plan.passes import Passes
+from tokencredit.tools.plan.work import Batch, Work
+
+FLOAT, TOKEN_ID = 4, 4
+"""Bytes of a number in float32, and of a kept token id."""
 SERIALIZED = 2
 """Copies of a checkpoint's file in RAM while it is written: 472 MB were measured for a file of 240 MB."""
-ID = 4
-"""Bytes of a kept token id."""
 EXPERIENCE = (9, 47)
 """Bytes kept per prompt token and per sampled token, padding included: ids and mask; and for sampled tokens uniform
 number, log-probs of policy and reference, values, KL, rewards, advantages, returns and their masks."""
@@ -49,389 +47,269 @@ Parts = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The work of one iteration of one process; all completions have full length."""
+class Measured:
+    """Sizes of a run's models, and the memory of one process."""
 
-    rows: int = 64
-    prompt: int = 64
-    new: int = 448
-    epochs: int = 4
-    minibatches: int = 4
-
-    @property
-    def length(self) -> int:
-        """Tokens per row in a forward pass: the last one is never an input."""
-        return self.prompt + self.new - 1
-
-    @property
-    def responses(self) -> int:
-        """Sampled tokens of all rows: the positions that are projected to the vocabulary."""
-        return self.rows * self.new
+    parameters: int
+    """Of the language model, without its adapter."""
+    trained: int
+    saved: float
+    """Bytes of the saved policy and critic: an adapter without the model below it."""
+    checkpoint: float
+    """Bytes of a checkpoint: trained weights and moments."""
+    parts: Parts
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The settings that determine computation and memory."""
-
-    critic: Literal["shared", "separate", "none"] = "shared"
-    lora_rank: int = 0
-    gradient_checkpointing: bool = False
-    micro_batch_tokens: int | None = None
-    reference: bool = True
-    head: Literal["mlp", "linear"] = "mlp"
-    outputs: int = 1
-    """Outputs of the value head: bins of a histogram."""
-    trunk: Shape | None = None
-    """A separate critic's trunk; None for the policy's."""
-    members: int = 1
-    critic_trains: Literal["all", "all but attention", "head"] = "all"
-    adapter: int | None = None
-    """Parameters of the adapter; None for one on each linear layer."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    device: Literal["cpu", "cuda"] = "cuda"
-    static_cache: bool = True
-    padded: bool = True
-    """Prompts differ in length, so that attention has a mask."""
-    logit_tensors: int = 0
-    """Further tensors of logits per chunk: 1 for the entropy, 3 for an exact KL."""
-    processes: int = 1
-    shard: Literal["none", "full"] = "none"
-    gathered: bool = True
-    """While sampling, a sharded policy is whole in each process."""
-    support: int = 0
-    """Token ids that are kept for each sampled token (`off_policy.support`)."""
-
-    @property
-    def half(self) -> bool:
-        """Compute is in bfloat16."""
-        return self.dtype == "bfloat16"
-
-    @property
-    def size(self) -> int:
-        """Bytes per number of the compute dtype."""
-        return HALF if self.half else FLOAT
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an attribute has another value."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
-def attention_kind(length: int, setup: Setup) -> Literal["fused", "math"]:
-    """The attention kernel of an update, which decides what is kept for the backward pass."""
-    if setup.device == "cuda":
-        return "fused" if setup.half else "math"
-    return "math" if setup.half and length <= SHORT and not setup.gradient_checkpointing else "fused"
+def whole_extent(inputs: Inputs) -> Extent:
+    """The extent of rows without padding, which has no numbers to read."""
+    rows, time = inputs["mask"].shape
+    return Extent(time, 0, torch.arange(rows * time))
 
 
-def layer_activation_bytes(shape: Shape, length: int, setup: Setup) -> float:
-    """Bytes that a layer keeps per token for its backward pass, in eager PyTorch, under autocast in bfloat16.
-
-    Counted tensor by tensor: the residual stream and the norms of Llama's family in float32, the input of each linear
-    layer, queries, keys, values and the attention's result, the MLP's inner states. Fused attention keeps a number per
-    head and, with padding, a mask of `length` numbers per token, and repeats keys and values to the width of the
-    queries; math attention keeps `length` probabilities per head. An adapter keeps its input and its narrow states;
-    frozen norms keep one tensor less.
-    """
-    kind, rank, half = attention_kind(length, setup), setup.lora_rank, setup.half
-    width, queries, keys, mlp, heads = shape.width, shape.queries, shape.keys, shape.mlp, shape.heads
-    masked = kind == "fused" and setup.padded
-    scores = FLOAT * heads * (1 if kind == "fused" else length) + (setup.size * length if masked else 0)
-    if shape.family == "gpt2":
-        states = {(False, "fused"): 32, (False, "math"): 32, (True, "fused"): 22 if rank else 20, (True, "math"): 26}
-        narrow = (8 if half else 16) * rank if rank else 16
-        return states[half, kind] * width + 2 * setup.size * mlp + scores + (16 + narrow if rank else narrow)
-    gated = ((18 if rank else 26) if half else (16 if rank else 24)) * width + 4 * setup.size * mlp
-    repeated = masked or kind == "math"
-    if not half:
-        own = 16 * queries if repeated else 8 * (queries + keys)
-    elif kind == "math":
-        own = 14 * queries
-    else:
-        own = (10 if rank else 8) * queries if repeated else (6 if rank else 4) * queries + 4 * keys
-    if shape.family == "qwen3":
-        norms = 4 if rank else 6 if half else 8
-        own += norms * (queries + keys) + FLOAT * (heads + shape.kv_heads)
-    return gated + own + scores + 8 + (14 if half else 28) * rank
+@contextmanager
+def fake_device(work: Work) -> Iterator[None]:
+    """A context of fake tensors, in which passes take the kernels of the run's device."""
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        # The growing KV cache compares addresses, which are all alike here, as they are in a run that drops no rows.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        stack.enter_context(replaced(Extent, "of", whole_extent))
+        # Transformers would keep every mask of a fake tensor, as of one that is traced.
+        stack.enter_context(replaced(masking_utils, "is_tracing", lambda *_: False))
+        # Everything is where it belongs, and fake parameters cannot be replaced, as moving them would.
+        stack.enter_context(replaced(torch.nn.Module, "to", lambda module, *_, **__: module))
+        if work.device == "cuda":
+            stack.enter_context(replaced(logprobs, "CHUNK_LOGITS", logprobs.CHUNK_LOGITS_ON_ACCELERATORS))
+            stack.enter_context(replaced(actor_critic, "SHORT", 0))
+            if not work.half:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
 
 
-def activation_bytes(shape: Shape, length: int, setup: Setup) -> float:
-    """Bytes that a trunk keeps per token for its backward pass; with checkpointing, each layer's input in float32.
-
-    The backward pass then has the activations of one layer besides.
-    """
-    layer = layer_activation_bytes(shape, length, setup)
-    # The final norm's states, unless it is frozen, and rotary positions. With checkpointing GPT-2's frozen norm keeps
-    # its input, which no layer has kept.
-    gpt2 = shape.family == "gpt2"
-    frozen = setup.lora_rank and not (gpt2 and setup.gradient_checkpointing)
-    norm = 0 if frozen else (4 if gpt2 else 8) * shape.width
-    ends = norm + ((0 if setup.lora_rank else 24) if gpt2 else 8 * shape.head_width + 12)
-    if setup.gradient_checkpointing:
-        return shape.layers * FLOAT * shape.width + layer + ends
-    return shape.layers * layer + ends
-
-
-def passing_bytes(shape: Shape, setup: Setup) -> float:
-    """Bytes per token that a pass without gradients holds at its widest place, the MLP of a layer."""
-    inner = 2 if shape.family == "gpt2" else 3
-    return 3 * FLOAT * shape.width + inner * setup.size * shape.mlp
-
-
-def head_activation_bytes(shape: Shape, setup: Setup) -> float:
-    """Bytes that the value head keeps per sampled token: its input; with `mlp`, two tensors of four times its width."""
-    if setup.critic == "none":
-        return 0
-    outputs = FLOAT * setup.outputs if setup.outputs > 1 else 0
-    return FLOAT * (shape.width + (2 * 4 * shape.width if setup.head == "mlp" else 0)) + outputs
-
-
-def frozen_bytes(shape: Shape, half: bool = True) -> int:
-    """Bytes of a frozen model; `half` has the trunk's matrices in bfloat16, the rest stays float32."""
-    matrices = trunk_matrices(shape) if half else 0
-    return HALF * matrices + FLOAT * (parameters(shape) - matrices)
-
-
-def critic_shape(shape: Shape, setup: Setup) -> Shape:
-    """The shape of a separate critic's trunk."""
-    return setup.trunk or shape
+def measure(work: Work) -> Measured:
+    """Measure a run's parts; errors as `build_skeletons`."""
+    capacity = final_capacity(work.batch)
+    with fake_device(work):
+        policy, reference = build_skeletons(work)
+        shares = Shares(work, policy)
+        models = [policy] if reference is None else [policy, reference]
+        tensors = [x for model in models for x in (*model.parameters(), *model.buffers())]
+        projection = policy.lm.get_output_embeddings().weight.shape
+        live = FakeMemory(work, {x.untyped_storage()._cdata for x in tensors}, projection)
+        passes = Passes(work, policy, reference, Precision(work.dtype, torch.device("cpu")))
+        state = optimizer_state(policy, work)
+        with live:
+            stages = {
+                "rollout": sampling_parts(live, passes, capacity),
+                "scoring": scoring_parts(live, passes),
+                "update": update_parts(live, passes, shares),
+            }
+        if work.device == "cpu":
+            stages["save"] = saving_parts(work, state, live.peaks[0])
+        kept = {
+            "weights": shares.bytes(policy.lm.parameters()),
+            "critic": shares.bytes([] if policy.critic is None else policy.critic.parameters()),
+            "moments": sum(shares.bytes(moments, of=p) for p, moments in state.items()),
+            "reference": shares.bytes([] if reference is None else reference.lm.parameters()),
+            "DDP buckets": 0.0 if work.sharded or work.options.processes == 1 else float(nbytes(state)),
+            "experience": experience_bytes(work),
+        }
+        adapted = any(not p.requires_grad for p in policy.lm.parameters())
+        written = [*(trainable(policy.lm) if adapted else policy.lm.parameters()), *critic_parameters(policy)]
+        return Measured(
+            parameters=sum(p.numel() for name, p in policy.lm.named_parameters() if "lora_" not in name),
+            trained=sum(p.numel() for p in state),
+            saved=nbytes(written),
+            checkpoint=nbytes(state) + sum(nbytes(moments) for moments in state.values()),
+            parts={"kept": kept, **stages},
+        )
 
 
-def head_count(shape: Shape, setup: Setup) -> int:
-    """Parameters of all value heads."""
-    return 0 if setup.critic == "none" else setup.members * head_parameters(shape, setup.head, setup.outputs)
+class Shares:
+    """One process's share of tensors: an N-th of sharded ones; value heads and adapters are whole in each process."""
+
+    def __init__(self, work: Work, policy: ActorCritic):
+        """Find the parameters that stay whole."""
+        heads = [] if policy.critic is None else [p for x in policy.critic.members for p in x.head.parameters()]
+        adapted = any(not p.requires_grad for p in policy.lm.parameters())
+        self.whole = {id(p) for p in (*heads, *(trainable(policy.lm) if adapted else ()))}
+        self.processes = work.options.processes if work.sharded else 1
+
+    def bytes(self, tensors: Iterable[Tensor], of: Tensor | None = None) -> float:
+        """Bytes of tensors in a process; they are sharded like `of`, or like themselves."""
+        return sum(x.nbytes / (1 if id(x if of is None else of) in self.whole else self.processes) for x in tensors)
 
 
-def adapter_parameters(shape: Shape, setup: Setup) -> int:
-    """Parameters of the adapter."""
-    return lora_parameters(shape, setup.lora_rank) if setup.adapter is None else setup.adapter
+def nbytes(tensors: Iterable[Tensor]) -> float:
+    """Bytes of tensors."""
+    return sum(x.nbytes for x in tensors)
 
 
-def critic_parameters(shape: Shape, setup: Setup) -> tuple[int, int]:
-    """Parameters of the trunks of separate critics, and how many of them are trained."""
-    if setup.critic != "separate":
-        return 0, 0
-    trunk = critic_shape(shape, setup)
-    attention = trunk.layers * sum(i * o for i, o in attention_matrices(trunk))
-    whole = trunk_parameters(trunk)
-    trained = {"all": whole, "all but attention": whole - attention, "head": 0}[setup.critic_trains]
-    return setup.members * whole, setup.members * trained
+def critic_parameters(policy: ActorCritic) -> list[Tensor]:
+    """The parameters of the critic, none without one."""
+    return [] if policy.critic is None else list(policy.critic.parameters())
 
 
-def trained_parameters(shape: Shape, setup: Setup) -> int:
-    """Number of trained parameters: model or adapter, value heads, trunks of separate critics."""
-    model = adapter_parameters(shape, setup) if setup.lora_rank else parameters(shape)
-    return model + head_count(shape, setup) + critic_parameters(shape, setup)[1]
+def optimizer_state(policy: ActorCritic, work: Work) -> dict[Tensor, list[Tensor]]:
+    """The optimizer's moments of each trained parameter, after a step."""
+    excluded = policy.lm.get_output_embeddings().parameters()
+    hidden = hidden_matrices(policy.lm, exclude=excluded) if work.config.optim.name == "muon" else []
+    for member in () if policy.critic is None or not hidden else policy.critic.members:
+        hidden += [] if member.trunk is None else hidden_matrices(member.trunk)
+    optimizer = build_optimizer([{"params": trainable(policy), "lr": 1e-9}], work.config.optim.name, hidden=hidden)
+    for p in trainable(policy):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {p: [x for x in optimizer.state[p].values() if x.dim()] for p in trainable(policy)}
 
 
-def micro_rows(rows: int, batch: Batch, setup: Setup) -> int:
-    """Rows of the largest micro-batch of a pass over `rows` rows."""
-    budget = setup.micro_batch_tokens
-    return rows if budget is None else max(min(rows, budget // batch.length), 1)
+def experience_bytes(work: Work) -> float:
+    """Bytes of the tensors of a rollout that an update reads."""
+    batch, config = work.batch, work.config
+    prompt, sampled = EXPERIENCE
+    if config.off_policy.support == "truncated":
+        sampled += TOKEN_ID * (config.rollout.top_k or 0)
+    if work.exact_kl:
+        sampled += FLOAT * work.lm_config.get_text_config().hidden_size
+    return float(batch.rows * (prompt * batch.prompt + sampled * batch.new))
 
 
-def cache_capacity(prompt: int, new: int) -> int:
-    """Tokens per row for which a growing KV cache has allocated memory at the end of a rollout.
+def sampling_parts(live: LiveMemory, passes: Passes, capacity: int) -> dict[str, float]:
+    """A rollout at its peak: after the prompts, or with the cache and the buffers of its last step."""
+    work, batch = passes.work, passes.work.batch
+    with passes.sampling(batch) as sampling:
+        # The cache grows out of the prompts' activations, so it is labelled once they are read.
+        sampling.prefill()
+        cache = sampling.steps.cache.layers
+        prompts = live.peak
+        held = label_cache(live, cache)
+        prompts.update({"activations": prompts["activations"] - held, "KV cache": held})
+        live.reset()
+        # The cache of the last step, without the steps before it.
+        if batch.new > 2 and not passes.static:
+            for layer in cache:
+                lengthen(layer, batch, capacity)
+            sampling.steps.end += batch.new - 2
+        label_cache(live, cache)
+        sampling.step()
+    parts = max(prompts, live.peak, key=lambda parts: sum(parts.values()))
+    del sampling, cache
+    gc.collect()
+    live.reset()
+    if work.device == "cuda" and work.half and passes.static:
+        parts["bfloat16 copies"] += projection_copy(passes)
+    if work.sharded:
+        whole = work.config.sharding.sampling == "gathered"
+        parts["gathered weights"] = nbytes(passes.policy.lm.parameters()) if whole else gathered_bytes(passes.policy)
+    return parts
 
-    A buffer that is full is replaced by one with half as much again, at least `SPARE_TOKENS` more.
-    """
-    capacity = prompt + max(SPARE_TOKENS, prompt // 2)
-    while capacity < prompt + new - 1:
-        capacity += 1 + max(SPARE_TOKENS, (capacity + 1) // 2)
+
+def label_cache(live: LiveMemory, cache: Iterable[Any]) -> float:
+    """Count keys and values as the KV cache; returns their bytes."""
+    held = [x for layer in cache for x in getattr(layer, "buffers", (layer.keys, layer.values))]
+    tensors = [x for x in held if isinstance(x, Tensor)]
+    for x in tensors:
+        live.label(x, "KV cache")
+    return sum({x.untyped_storage()._cdata: float(x.untyped_storage().nbytes()) for x in tensors}.values())
+
+
+def final_capacity(batch: Batch) -> int:
+    """Tokens per row for which a growing KV cache has memory at the end of a rollout."""
+    tiny = SpareCapacityLayer()
+    for length in (batch.prompt, *[1] * (batch.new - 1)):
+        tiny.update(torch.empty(1, 1, length, 1), torch.empty(1, 1, length, 1))
+    (capacity,) = {x.shape[-2] for x in tiny.buffers if x is not None}
     return capacity
 
 
-def cache_bytes(shape: Shape, setup: Setup = Setup()) -> int:
-    """KV cache per token: 2 · layers · key-value heads · head width numbers.
-
-    A growing cache in bfloat16 holds the keys of rotary positions in float32.
-    """
-    keys = FLOAT if not setup.static_cache and shape.family != "gpt2" else setup.size
-    return shape.layers * shape.keys * (keys + setup.size)
-
-
-def chunk_logits(shape: Shape, tokens: float, setup: Setup) -> float:
-    """Logits of a chunk of the vocabulary projection, for at most `tokens` tokens."""
-    return shape.vocabulary * min(tokens, max(CHUNK_LOGITS[setup.device] / shape.vocabulary, MIN_CHUNK))
-
-
-def kept_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
-    """Bytes of the parts that are in memory throughout a run."""
-    lora, half = bool(setup.lora_rank), setup.half
-    trained = trained_parameters(shape, setup)
-    trunks, trained_trunks = critic_parameters(shape, setup)
-    below = frozen_bytes(shape, half and setup.device == "cuda") if lora else 0
-    critics = FLOAT * (trunks + head_count(shape, setup))
-    parts: dict[str, float] = {
-        "weights": FLOAT * trained + below + FLOAT * (trunks - trained_trunks) - critics,
-        "critic": critics,
-        "moments": 2 * FLOAT * trained,
-        "reference": frozen_bytes(shape, half) if setup.reference and not lora else 0,
-    }
-    if setup.processes > 1 and setup.shard == "none":
-        parts["DDP buckets"] = FLOAT * trained
-    if setup.shard == "full":
-        parts = sharded(parts, shape, setup)
-    prompt, sampled = EXPERIENCE
-    sampled += ID * setup.support
-    return parts | {"experience": batch.rows * (prompt * batch.prompt + sampled * batch.new)}
+def lengthen(layer: Any, batch: Batch, capacity: int) -> None:
+    """Bring a growing cache layer to the length of a rollout's last step, and to its capacity then."""
+    if not isinstance(layer, SpareCapacityLayer | DynamicSlidingWindowLayer):
+        return
+    keys, values, seen = layer.keys, layer.values, batch.prompt + batch.new - 2
+    assert keys is not None
+    assert values is not None
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.update(*(x.new_empty(*x.shape[:-2], batch.new - 2, x.shape[-1]) for x in (keys, values)))
+        return
+    buffers = [x.new_empty(*x.shape[:-2], capacity, x.shape[-1]) for x in (keys, values)]
+    layer.buffers = [*buffers]
+    layer.keys, layer.values = (torch.narrow(x, -2, 0, seen) for x in buffers)
 
 
-def sharded(parts: Mapping[str, float], shape: Shape, setup: Setup) -> dict[str, float]:
-    """The parts of one process; heads and adapters are whole in each."""
-    whole = head_count(shape, setup) + (adapter_parameters(shape, setup) if setup.lora_rank else 0)
-    adapter = whole - head_count(shape, setup)
-    replicated = {"weights": FLOAT * adapter, "critic": FLOAT * head_count(shape, setup), "moments": 2 * FLOAT * whole}
-    return {
-        name: replicated.get(name, 0) + (size - replicated.get(name, 0)) / setup.processes
-        for name, size in parts.items()
-    }
+def scoring_parts(live: LiveMemory, passes: Passes) -> dict[str, float]:
+    """A full pass without gradients over the largest micro-batch, at its peak."""
+    work = passes.work
+    inputs = passes.inputs(work.micro_rows(work.batch.rows, work.batch), work.batch)
+    passes.score(passes.policy, inputs)
+    if passes.policy.critic is not None:
+        passes.value(inputs)
+    return finished(live, passes)
 
 
-def gathered_bytes(shape: Shape) -> float:
+def update_parts(live: LiveMemory, passes: Passes, shares: Shares) -> dict[str, float]:
+    """The pass over a minibatch's last and largest micro-batch, at its peak; gradients of earlier ones are there."""
+    work, trained = passes.work, trainable(passes.policy)
+    rows = work.micro_rows(work.minibatch_rows, work.batch)
+    for p in trained:
+        p.register_post_accumulate_grad_hook(lambda p: live.label(p.grad, "gradients"))
+        if rows < work.minibatch_rows:
+            p.grad = torch.zeros_like(p)
+            live.label(p.grad, "gradients")
+    inputs = passes.inputs(rows, work.batch)
+    if work.config.critic.members > 1:
+        inputs["member"] = torch.zeros(rows, dtype=torch.long)
+    passes.train(inputs)
+    retained = live.retained
+    parts = finished(live, passes)
+    parts["gradients"] *= shares.bytes(trained) / nbytes(trained)
+    if work.device == "cpu" and not work.sharded and retained >= 1:
+        parts["freed, not returned"] = retained
+    return parts
+
+
+def finished(live: LiveMemory, passes: Passes) -> dict[str, float]:
+    """The parts of full passes at their peak."""
+    parts, work = live.peak, passes.work
+    live.reset()
+    if work.device == "cuda" and work.half:
+        parts["bfloat16 copies"] += projection_copy(passes)
+    if work.sharded:
+        parts["gathered weights"] = gathered_bytes(passes.policy)
+    return parts
+
+
+def projection_copy(passes: Passes) -> float:
+    """Bytes of the vocabulary projection's copy in bfloat16, which a GPU multiplies with."""
+    return float(passes.policy.lm.get_output_embeddings().weight.nbytes / 2)
+
+
+def gathered_bytes(policy: ActorCritic) -> float:
     """The largest parts of a sharded model that are whole at once: its embeddings, with norm and projection, and two
     layers, since the next one is gathered while one computes."""
-    ends = parameters(shape) - shape.layers * layer_parameters(shape)
-    return FLOAT * (ends + min(2, shape.layers) * layer_parameters(shape))
+    layers = [nbytes(layer.parameters()) for layer in layers_of(trunk_of(policy.lm))]
+    return nbytes(policy.lm.parameters()) - sum(layers) + sum(sorted(layers)[-2:])
 
 
-def update_moments(shape: Shape, batch: Batch, setup: Setup) -> list[dict[str, float]]:
-    """Bytes by part, in addition to those kept, at each point of an update that may be its peak.
-
-    With one micro-batch per minibatch, gradients grow while activations shrink, so those are the two ends of the
-    backward pass. With several, the gradients of the first are there throughout.
-    """
-    own, lora = setup.critic == "separate", bool(setup.lora_rank)
-    rows = -(-batch.rows // batch.minibatches)
-    micro = micro_rows(rows, batch, setup)
-    tokens, sampled = micro * batch.length, micro * batch.new
-    critic, trained_critics = critic_shape(shape, setup), critic_parameters(shape, setup)[1]
-    gradients = FLOAT * trained_parameters(shape, setup) / (setup.processes if setup.shard == "full" else 1)
-    before = gradients if micro < rows else 0.0
-    # The vocabulary's gradient is formed in the forward pass; that of a tied embedding is added to it last.
-    forming = 0.0 if lora else float(FLOAT * projection(shape))
-    completing = (forming if shape.tied else 0.0) + (forming if before else 0.0)
-    # A backward pass needs the copies of frozen matrices too, where those are float32.
-    copied = 0 if lora and setup.device == "cuda" else trunk_matrices(shape)
-    copied += adapter_parameters(shape, setup) if lora else 0
-    copied += trunk_matrices(critic) if own and trained_critics else 0
-    copies = HALF * (copied + projection(shape)) if setup.half else 0
-    policy = tokens * activation_bytes(shape, batch.length, setup) + sampled * head_activation_bytes(shape, setup)
-    critics = 0.0
-    if own and trained_critics:
-        critics = tokens * activation_bytes(critic, batch.length, replace(setup, lora_rank=0))
-    own_gradients = gradients * trained_critics / trained_parameters(shape, setup)
-    chunk = chunk_logits(shape, sampled, setup)
-    logits = chunk * (FLOAT * (1 + setup.logit_tensors) + (HALF if setup.half else 0))
-    moments = [
-        # The policy's loss is computed before a separate critic runs.
-        {"gradients": before + forming, "activations": policy, "logits": logits},
-        {"gradients": before + forming, "activations": policy + critics, "logits": 0.0},
-        # Its backward pass comes first.
-        {"gradients": max(before, own_gradients) + forming, "activations": policy, "logits": 0.0},
-        {"gradients": gradients + completing, "activations": 0.0, "logits": 0.0},
-    ]
-    extra = {"gathered weights": gathered_bytes(shape)} if setup.shard == "full" else {}
-    return [moment | {"autocast copies": copies} | extra for moment in moments]
-
-
-def update_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
-    """Bytes of an update at its peak, in addition to those kept."""
-    return max(update_moments(shape, batch, setup), key=lambda parts: sum(parts.values()))
-
-
-def large_bytes(shape: Shape, moment: Mapping[str, float], setup: Setup) -> float:
-    """Bytes of a moment of an update in tensors of at least `LARGE`: those as large as the vocabulary, as a rule."""
-    vocabulary, half = FLOAT * projection(shape), HALF * projection(shape)
-    owned, trained = critic_parameters(shape, setup)
-    embeddings = setup.members if owned and trained == owned else 0
-    embeddings += 0 if setup.lora_rank else 1
-    large = 0.0
-    if vocabulary >= LARGE:
-        # Whole embeddings: all gradients but those of the layers.
-        layers = FLOAT * trained_parameters(shape, setup) - embeddings * vocabulary
-        complete = moment["gradients"] >= FLOAT * trained_parameters(shape, setup)
-        large += moment["gradients"] - (layers if complete else 0)
-    if half >= LARGE and setup.half:
-        large += half
-    return large + (moment["logits"] if moment["logits"] >= LARGE else 0.0)
-
-
-def freed_bytes(shape: Shape, batch: Batch, setup: Setup, moment: Mapping[str, float]) -> float:
-    """Bytes that a process on a CPU still holds at the peak of an update, though their tensors have been freed.
-
-    Runs with sharded models have the C library return them (`processes.return_freed_memory`).
-    """
-    if setup.device != "cpu" or setup.shard == "full":
-        return 0.0
-    small, large = small_and_large_bytes(shape, batch, setup)
-    return small + large - sum(moment.values())
-
-
-def small_and_large_bytes(shape: Shape, batch: Batch, setup: Setup) -> tuple[float, float]:
-    """Highest sums of an update's tensors below and above `LARGE`; they need not meet."""
-    moments = update_moments(shape, batch, setup)
-    large = [large_bytes(shape, x, setup) for x in moments]
-    return max(sum(x.values()) - y for x, y in zip(moments, large, strict=True)), max(large)
-
-
-def sampling_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
-    """Bytes of a rollout at its end, in addition to those kept."""
-    copied = adapter_parameters(shape, setup) if setup.lora_rank else trunk_matrices(shape)
-    decode = HALF * (copied + (projection(shape) if setup.static_cache else 0)) if setup.half else 0
-    capacity = batch.prompt + batch.new if setup.static_cache else cache_capacity(batch.prompt, batch.new)
-    parts: dict[str, float] = {
-        "decode copy": decode,
-        "KV cache": batch.rows * capacity * cache_bytes(shape, setup),
-        "logits": 5 * FLOAT * batch.rows * shape.vocabulary,
-    }
-    if setup.shard == "full":
-        parts["gathered weights"] = FLOAT * parameters(shape) if setup.gathered else gathered_bytes(shape)
-    return parts
-
-
-def scoring_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
-    """Bytes of a full pass without gradients over all rows, in addition to those kept."""
-    rows = micro_rows(batch.rows, batch, setup)
-    copied = adapter_parameters(shape, setup) if setup.lora_rank else trunk_matrices(shape)
-    copied += projection(shape) if setup.device == "cuda" else 0
-    parts: dict[str, float] = {
-        "autocast copies": HALF * copied if setup.half else 0,
-        "activations": rows * batch.length * passing_bytes(shape, setup),
-        "logits": FLOAT * chunk_logits(shape, rows * batch.new, setup),
-    }
-    if setup.shard == "full":
-        parts["gathered weights"] = gathered_bytes(shape)
-    return parts
-
-
-def saving_bytes(shape: Shape, batch: Batch, setup: Setup) -> dict[str, float]:
-    """Bytes of one of a checkpoint's files, which PyTorch's writer makes in RAM, twice, before it writes it, and what
-    the C library kept of the update's small tensors (see `freed_bytes`).
-
-    Files hold the weights and moments of a process's part; parts that all processes have are divided among them.
-    """
-    total = 3 * FLOAT * trained_parameters(shape, setup)
-    largest = 0 if setup.lora_rank else FLOAT * projection(shape)
-    file = min(max(total // FILES, SMALLEST_FILE, largest), max(LARGEST_FILE, largest), total)
-    parts = {"a file of the checkpoint": SERIALIZED * file / setup.processes}
-    if setup.shard == "none":
-        parts["freed, not returned"], _ = small_and_large_bytes(shape, batch, setup)
-    return parts
-
-
-def memory(shape: Shape, batch: Batch, setup: Setup) -> Parts:
-    """Bytes by moment and part: `kept` throughout, and in addition those of rollout, scoring, update and save.
-
-    Left out are reward models, Python and libraries, the CUDA context, and memory that is fragmented.
-    """
-    update = update_bytes(shape, batch, setup)
-    freed = freed_bytes(shape, batch, setup, update)
-    return {
-        "kept": kept_bytes(shape, batch, setup),
-        "rollout": sampling_bytes(shape, batch, setup),
-        "scoring": scoring_bytes(shape, batch, setup),
-        "update": update | ({"freed, not returned": freed} if freed else {}),
-        "save": saving_bytes(shape, batch, setup) if setup.device == "cpu" else {},
-    }
-
-
-def peak(parts: Mapping[str, Mapping[str, float]]) -> float:
-    """Peak memory: the kept part plus the largest moment."""
-    kept, *moments = (sum(part.values()) for part in parts.values())
-    return kept + max(moments)
+def saving_parts(work: Work, state: Mapping[Tensor, list[Tensor]], small: float) -> dict[str, float]:
+    """One of a checkpoint's files, which PyTorch's writer makes in RAM before it writes it, and the `small` tensors
+    whose memory the C library kept of the update."""
+    tensors = {f"{i}/{j}": x for i, (p, moments) in enumerate(state.items()) for j, x in enumerate((p, *moments))}
+    files: dict[int, float] = {}
+    for name, number in file_numbers(tensors).items():
+        files[number] = files.get(number, 0.0) + tensors[name].nbytes
+    parts = {"a file of the checkpoint": SERIALIZED * max(files.values()) / work.options.processes}
+    return parts if work.sharded else parts | {"freed, not returned": small}

@@ -9,9 +9,8 @@ from pathlib import Path
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.summary import count, duration
 from tokencredit.runs.untrusted import visible
-from tokencredit.tools.plan.memory import trained_parameters
-from tokencredit.tools.plan.plan import USABLE, Plan, as_json, disk, remedies
-from tokencredit.tools.plan.shape import parameters
+from tokencredit.tools.plan.plan import USABLE, Plan, as_json, remedies
+from tokencredit.tools.plan.work import this_device
 
 ALWAYS = "always"
 SMALLEST = 0.5e6
@@ -31,30 +30,32 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from memory_table(plan)
     yield ""
     yield from time_lines(plan)
-    sizes = disk(plan)
-    yield f"disk      {gigabytes(sum(sizes.values()))}: {', '.join(f'{x} {gigabytes(y)}' for x, y in sizes.items())}"
+    sizes = ", ".join(f"{name} {gigabytes(size)}" for name, size in plan.disk.items())
+    yield f"disk      {gigabytes(sum(plan.disk.values()))}: {sizes}"
     yield from (f"assumed   {line}" for line in plan.work.assumptions)
     yield from (f"warning   {line}" for line in warnings(plan))
 
 
 def overview(plan: Plan) -> Iterator[str]:
     """The model, the work and the machine."""
-    work, setup = plan.work, plan.work.setup
-    size, trained = parameters(work.model.shape), trained_parameters(work.model.shape, setup)
-    yield f"model     {work.model.shape.name}, {count(size)} parameters, {count(trained)} trained with the critic"
-    rollout, run = work.config.rollout, work.config.run
+    work, config = plan.work, plan.work.config
     yield (
-        f"work      {run.iterations:,} iterations of {rollout.batch_size:,} completions of {work.mean.new:,} tokens "
-        f"after prompts of {work.mean.prompt:,}: {count(work.sampled)} tokens sampled"
+        f"model     {config.model.name}, {count(plan.parameters)} parameters, "
+        f"{count(plan.trained)} trained with the critic"
     )
-    shared = {"none": "each with whole models", "full": "models sharded"}[setup.shard]
-    jobs = "1 process" if setup.processes == 1 else f"{setup.processes} processes, {shared}"
-    yield f"device    {plan.machine.device}, {setup.dtype}, {jobs}"
+    yield (
+        f"work      {config.run.iterations:,} iterations of {config.rollout.batch_size:,} completions of "
+        f"{work.mean.new:,} tokens after prompts of {work.mean.prompt:,}: {count(work.sampled)} tokens sampled"
+    )
+    shared, processes = "models sharded" if work.sharded else "each with whole models", work.options.processes
+    jobs = "1 process" if processes == 1 else f"{processes} processes, {shared}"
+    limit = "" if plan.machine.memory is None else f" with {gigabytes(plan.machine.memory)}"
+    yield f"device    {plan.machine.device}{limit}, {work.dtype}, {jobs}"
 
 
 def memory_table(plan: Plan) -> Iterator[str]:
     """Memory by part, and the peaks."""
-    rows = [("Python and libraries" if plan.work.setup.device == "cpu" else "CUDA context", plan.libraries, ALWAYS)]
+    rows = [("Python and libraries" if plan.work.device == "cpu" else "CUDA context", plan.libraries, ALWAYS)]
     for moment, parts in plan.parts.items():
         when = ALWAYS if moment == "kept" else moment
         rows += [(part, size, when) for part, size in parts.items() if size >= SMALLEST]
@@ -62,7 +63,11 @@ def memory_table(plan: Plan) -> Iterator[str]:
     yield from (f"  {part:<26}{size / 1e9:>8.2f}  {when}" for part, size, when in rows)
     at, _ = plan.peak
     for moment, size in plan.peaks.items():
-        yield f"  {'peak of the ' + moment:<26}{size / 1e9:>8.2f}{'  the highest' if moment == at else ''}"
+        notes = ["the highest"] * (moment == at)
+        if plan.work.device == "cuda":
+            card = plan.cards[moment]
+            notes.append("on no single GPU" if card is None else f"fits on GPUs from {card} GB")
+        yield f"  {'peak of the ' + moment:<26}{size / 1e9:>8.2f}  {', '.join(notes)}".rstrip()
 
 
 def time_lines(plan: Plan) -> Iterator[str]:
@@ -70,7 +75,10 @@ def time_lines(plan: Plan) -> Iterator[str]:
     if not plan.work.options.time:
         return
     if plan.seconds is None:
-        yield "time      not estimated: two layers of the model do not fit into this machine's memory"
+        reason = "two layers of the model do not fit into its memory"
+        if plan.work.device != this_device():
+            reason = f"it has no {plan.work.device} device"
+        yield f"time      not estimated on this machine: {reason}"
         return
     iteration = sum(plan.seconds.values())
     stages = ", ".join(f"{stage} {short(seconds)}" for stage, seconds in plan.seconds.items())
@@ -82,14 +90,19 @@ def time_lines(plan: Plan) -> Iterator[str]:
 def warnings(plan: Plan) -> Iterator[str]:
     """What does not fit into this machine, and what to change."""
     limit, (moment, size) = plan.machine.memory, plan.peak
-    if limit is not None and plan.needed > USABLE * limit:
-        on_cpu, processes = plan.work.setup.device == "cpu", plan.work.setup.processes
-        kind = "of RAM are available" if on_cpu else f"are on the GPU ({plan.machine.device})"
+    if limit is not None and not plan.fits:
+        on_cpu, processes = plan.work.device == "cpu", plan.work.options.processes
         needed = f"{processes} × {gigabytes(size)}" if on_cpu and processes > 1 else gigabytes(size)
-        yield f"the {moment} needs {needed}, and {gigabytes(limit)} {kind}, of which a plan uses {USABLE:.0%}"
-        for change, lower in remedies(plan):
-            yield f"with {change} the peak is {gigabytes(lower)}"
-    free, written = plan.machine.disk, sum(disk(plan).values())
+        yield (
+            f"the {moment} needs {needed}, and {gigabytes(limit)} "
+            f"{'of RAM are available' if on_cpu else 'are on the GPU'}, of which a plan uses {USABLE:.0%}"
+        )
+        better = plan
+        for change, better in remedies(plan):
+            yield f"with {change} the peak is {gigabytes(better.peak[1])}"
+        if not better.fits:
+            yield "that is not enough: lower rollout.batch_size or rollout.max_new_tokens, or take a smaller model"
+    free, written = plan.machine.disk, sum(plan.disk.values())
     if free is not None and written > free:
         yield (
             f"the run writes {gigabytes(written)}, and {gigabytes(free)} are free on the disk; lower run.keep_last, or "

@@ -1,22 +1,29 @@
-"""The work and the memory settings of a run, from its configuration."""
+"""The work of a run, from its configuration."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import torch
+from transformers import AutoConfig
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import FunctionTerm
+from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.data.prompts import Prompts, load_prompts
-from tokencredit.text.models.model_loading import load_tokenizer, max_prompt_length
-from tokencredit.text.models.precision import choose_for_device
+from tokencredit.text.data.prompts import load_prompts
+from tokencredit.text.models.model_loading import (
+    as_config_error,
+    base_model,
+    load_tokenizer,
+    max_prompt_length,
+    resolve,
+)
+from tokencredit.text.models.precision import Dtype, choose_for_device
 from tokencredit.text.ppo_setup import check_batch_size
-from tokencredit.tools.plan.memory import Batch, Setup
-from tokencredit.tools.plan.model_shape import Planned, adapter_size, plan_model, plan_trunk, saved_adapter_size
 
 SURVEYED = 1024
 """Prompts whose tokens are counted; a data set's further ones are taken to be alike."""
@@ -33,18 +40,40 @@ class Options:
     """Tokens of the prompts; None counts them."""
     time: bool = True
     """Estimate the time, by a calibration on this machine."""
+    device: Literal["cpu", "cuda"] | None = None
+    """None for the device of this machine."""
+    memory: float | None = None
+    """Bytes of a device that this machine does not have."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one iteration of one process, all of the same length."""
+
+    rows: int
+    prompt: int
+    new: int
+
+    @property
+    def length(self) -> int:
+        """Tokens per row in a forward pass: the last one is never an input."""
+        return self.prompt + self.new - 1
 
 
 @dataclass(frozen=True)
 class Work:
     """The work of a run, per process unless it says otherwise."""
 
-    model: Planned
+    lm_config: Any
+    """Transformers' configuration of the policy."""
     batch: Batch
     """With the longest prompt and completion: for memory."""
     mean: Batch
     """With mean lengths: for time."""
-    setup: Setup
+    padded: bool
+    """Prompts differ in length, so that attention has a mask."""
+    device: Literal["cpu", "cuda"]
+    dtype: Dtype
     config: PPOConfig
     options: Options
     assumptions: list[str]
@@ -55,6 +84,43 @@ class Work:
         """Tokens sampled for training by the whole job."""
         return self.config.rollout.batch_size * self.mean.new * self.config.run.iterations
 
+    @property
+    def half(self) -> bool:
+        """True if passes compute in bfloat16."""
+        return self.dtype == "bfloat16"
+
+    @property
+    def sharded(self) -> bool:
+        """True if models are sharded over several processes."""
+        return self.config.run.shard == "full" and self.options.processes > 1
+
+    @property
+    def exact_kl(self) -> bool:
+        """True if updates read the reference's hidden states."""
+        kl = self.config.kl
+        return kl.estimator == "full" and kl.place == "loss" and kl.coef > 0
+
+    @property
+    def static_cache(self) -> bool:
+        """True for decoding with a static KV cache, if the model supports it."""
+        cache = self.config.rollout.cache
+        return not self.sharded and (cache == "static" or (cache == "auto" and self.device == "cuda"))
+
+    @property
+    def critic_epochs(self) -> int:
+        """Passes of the critic alone over a batch, buffered ones included."""
+        return self.config.critic.epochs * (1 + self.config.critic.buffer)
+
+    @property
+    def minibatch_rows(self) -> int:
+        """Rows of the largest minibatch."""
+        return -(-self.batch.rows // self.config.ppo.minibatches)
+
+    def micro_rows(self, rows: int, batch: Batch) -> int:
+        """Rows of the largest micro-batch of a pass over `rows` rows."""
+        budget = self.config.ppo.micro_batch_tokens
+        return rows if budget is None else max(min(rows, budget // batch.length), 1)
+
 
 def plan_work(config: PPOConfig, options: Options) -> Work:
     """The work of a run; reads the model's configuration, its tokenizer and the prompts, and no weights.
@@ -63,93 +129,72 @@ def plan_work(config: PPOConfig, options: Options) -> Work:
         ConfigError: as the run would, for a model, prompts or a batch that cannot be used; or the model cannot be
             planned.
     """
-    model = plan_model(config.model)
+    lm_config, longest, assumptions = base_config(config.model), config.rollout.max_new_tokens, []
     check_batch_size(config, options.processes)
-    assumptions, longest = list(model.notes), config.rollout.max_new_tokens
     if options.tokens is not None and options.tokens > longest:
         raise ConfigError(f"--tokens is {options.tokens}; it must be at most rollout.max_new_tokens, {longest}")
     if options.tokens is None and (config.rollout.stop_at_eos or config.rollout.stop):
         assumptions.append(
             f"every completion has {longest} tokens, rollout.max_new_tokens; --tokens gives their mean length"
         )
-    lengths = prompt_lengths(config, model, options)
-    rows, update = -(-config.rollout.batch_size // options.processes), config.ppo
-    passes = update.epochs, update.minibatches
-    assumptions += unplanned(config)
+    device, dtype = options.device or this_device(), config.model.dtype
+    if device != this_device() and config.model.dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        assumptions.append(f"model.dtype auto: {dtype} on a {device} device that this machine does not have")
+    elif dtype == "auto":
+        half, reason = choose_for_device(torch.device(device))
+        dtype = "bfloat16" if half else "float32"
+        assumptions.append(f"model.dtype auto: {dtype}, {reason}")
+    lengths = prompt_lengths(config, lm_config, options)
+    rows, mean = -(-config.rollout.batch_size // options.processes), round(sum(lengths) / len(lengths))
     return Work(
-        model,
-        Batch(rows, max(lengths), longest, *passes),
-        Batch(rows, round(sum(lengths) / len(lengths)), options.tokens or longest, *passes),
-        plan_setup(config, model, options, padded=len(set(lengths)) > 1),
+        lm_config,
+        Batch(rows, max(lengths), longest),
+        Batch(rows, mean, options.tokens or longest),
+        len(set(lengths)) > 1,
+        device,
+        dtype,
         config,
         options,
-        assumptions,
+        assumptions + unplanned(config),
     )
 
 
-def prompt_lengths(config: PPOConfig, model: Planned, options: Options) -> list[int]:
+def base_config(args: ModelConfig, name: str | None = None) -> Any:
+    """Transformers' configuration of `model.name` or another model or, for an adapter, of the model below it.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    name = name or args.name
+    folder = resolve(name, "policy")
+    if (below := base_model(name, folder)) is not None:
+        name, folder = below, resolve(below, "policy")
+    with as_config_error(f"a language model from {name!r}"):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+
+
+def prompt_lengths(config: PPOConfig, lm_config: Any, options: Options) -> list[int]:
     """Tokens of the run's first prompts.
 
     Raises:
-        ConfigError: an environment makes the prompts, and `--prompt_tokens` is not given; or as `load_prompts`.
+        ConfigError: an environment makes the prompts, and `--prompt_tokens` is not set; or as `load_prompts`.
     """
     if options.prompt_tokens is not None:
         return [options.prompt_tokens]
     if config.several_turns():
         raise ConfigError("the environment makes the prompts, whose length is unknown before; give --prompt_tokens")
-    limit = max_prompt_length(model.lm, config.rollout.max_new_tokens, config.ppo.micro_batch_tokens)
+    lm = cast(Any, SimpleNamespace(config=lm_config))
+    limit = max_prompt_length(lm, config.rollout.max_new_tokens, config.ppo.micro_batch_tokens)
     prompts = load_prompts(config.prompts, load_tokenizer(config.model), seed=config.seed, limit=limit)
-    return counted(prompts)
-
-
-def counted(prompts: Prompts) -> list[int]:
-    """Tokens of the first prompts."""
     mask = prompts.batch(0, min(len(prompts.kept), SURVEYED)).mask
     return [int(length) for length in mask.sum(1).tolist()]
 
 
-def device_kind() -> Literal["cpu", "cuda"]:
+def this_device() -> Literal["cpu", "cuda"]:
     """The kind of device that a run would compute on; every accelerator counts as a GPU."""
     off = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
     return "cuda" if torch.accelerator.is_available() and not off else "cpu"
-
-
-def plan_setup(config: PPOConfig, model: Planned, options: Options, padded: bool) -> Setup:
-    """The settings that determine memory; errors as in `plan_work`."""
-    critic, device = config.critic, device_kind()
-    dtype = config.model.dtype
-    if dtype == "auto":
-        kind = torch.device(device)
-        dtype = "bfloat16" if choose_for_device(kind)[0] else "float32"
-    rank, adapter = config.model.lora.rank, None
-    if rank:
-        adapter = adapter_size(model.lm, rank, config.model.lora.target_modules)
-    elif config.model.adapter == "continue":
-        rank, adapter = saved_adapter_size(config.model.name, model.lm)
-    exact = config.kl.estimator == "full" and config.kl.coef > 0 and config.kl.place == "loss"
-    frozen = {"none": "all", "attention": "all but attention"}[critic.freeze]
-    return Setup(
-        critic=critic.kind,
-        lora_rank=rank,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        micro_batch_tokens=config.ppo.micro_batch_tokens,
-        reference=config.kl.coef > 0,
-        head=critic.head,
-        outputs=critic.bins if critic.loss == "histogram" else 1,
-        trunk=plan_trunk(critic, config.model, model.shape),
-        members=critic.members,
-        critic_trains="head" if critic.detach else frozen,  # type: ignore[arg-type]
-        adapter=adapter,
-        dtype=dtype,
-        device=device,
-        static_cache=config.rollout.cache == "static" or (config.rollout.cache == "auto" and device == "cuda"),
-        padded=padded,
-        logit_tensors=3 * exact + (config.ppo.entropy_coef > 0),
-        processes=options.processes,
-        shard=config.run.shard,
-        gathered=config.sharding.sampling == "gathered",
-        support=(config.rollout.top_k or 0) if config.off_policy.support == "truncated" else 0,
-    )
 
 
 def unplanned(config: PPOConfig) -> list[str]:

@@ -89,14 +89,9 @@ def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool
     As a check, a few tokens are sampled in float32 and in the run's dtype, on a GPU by CUDA graph. Their log-probs must
     match a full forward pass.
     """
-    lm, kind = policy.lm, type(policy.lm).__name__
-    layers = DynamicCache(config=lm.config).layers
-    if cache_argument(trunk_of(lm)) != "past_key_values" or any(type(layer) is not DynamicLayer for layer in layers):
-        return f"not every layer of {kind} keeps the keys and values of all tokens"
-    if lm.config._attn_implementation != "sdpa":
-        return f"{kind} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
-    if policy.adapter is not None and not policy.adapter.adds:
-        return f"the adapter of {kind} is not plain LoRA, and may need its base weights unrounded"
+    if (obstacle := static_obstacle(policy)) is not None:
+        return obstacle
+    kind = type(policy.lm).__name__
     try:
         with preserved():
             decoding = StaticDecoding(policy, compiled=compiled)
@@ -115,6 +110,19 @@ def static_decoding(policy: ActorCritic, precision: Precision, *, compiled: bool
             raise
         return f"a step of {kind} ends in {error_line(error)}"
     return decoding
+
+
+def static_obstacle(policy: ActorCritic) -> str | None:
+    """The part of a policy's architecture that rules out a static KV cache; None if there is none."""
+    lm, kind = policy.lm, type(policy.lm).__name__
+    layers = DynamicCache(config=lm.config).layers
+    if cache_argument(trunk_of(lm)) != "past_key_values" or any(type(layer) is not DynamicLayer for layer in layers):
+        return f"not every layer of {kind} keeps the keys and values of all tokens"
+    if lm.config._attn_implementation != "sdpa":
+        return f"{kind} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
+    if policy.adapter is not None and not policy.adapter.adds:
+        return f"the adapter of {kind} is not plain LoRA, and may need its base weights unrounded"
+    return None
 
 
 def _sampled(policy: ActorCritic, decoding: StaticDecoding) -> tuple[Tensor, Tensor]:
