@@ -68,7 +68,7 @@ def test_wrong_use_is_one_line(capsys, arguments, message):
 def test_a_file_holds_settings_and_no_options_of_the_command(capsys, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("processes: 2\n")
-    assert "unknown key processes" in refused(capsys, "plan", "--config", str(file))
+    assert "processes is an option of the command, not a setting" in refused(capsys, "plan", "--config", str(file))
 
 
 def test_parts_of_a_configuration_that_have_no_plan_are_named():
