@@ -115,15 +115,14 @@ beside-trl: .trl-venv/installed  ## Train the main job with TRL: two minutes per
 findings: install  ## Draw the figures and tables of benchmarks/findings.md from committed metrics
 	$(BIN)/python benchmarks/findings.py
 
-chaos: install  ## Kill, damage and resume real runs; as root, for the small disks
-	$(BIN)/python tests/chaos.py
+chaos: install  ## Kill, hinder and resume real runs, each 50 times (KILLS=50); as root, for the small disks
+	KILLS=$(or $(KILLS),50) $(BIN)/python -m pytest -v tests/test_chaos.py tests/test_elastic.py
 
 processes: install  ## Train the same runs in 1, 2 and 4 processes, with DDP and sharded, and go on with them: a table
 	$(BIN)/python tests/processes_matrix.py
 
-doctor: install  ## Train and audit runs with a planted fault, and healthy ones, and compare the diagnosis: two tables
-	$(BIN)/python tests/audit_doctor.py
-	$(BIN)/python tests/off_policy_doctor.py
+doctor: install  ## Train and audit runs with a planted fault, and healthy ones, and test the diagnosis
+	$(BIN)/python -m pytest -n 2 -v tests/test_doctor.py
 
 .trl-venv/installed:
 	test -x .trl-venv/bin/python || $(PYTHON) -m venv .trl-venv

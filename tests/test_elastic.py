@@ -1,13 +1,15 @@
 """Two processes, started again as torchrun would: killed and stopped ones, and mistakes that no restart cures."""
 
+import os
+import random
 import re
 
 import pytest
 import torch
 
-from chaos import assert_same
 from helpers import commands
 from helpers.elastic import COMMAND, death, forked, restarts, torchrun
+from helpers.runs import assert_same
 from helpers.warm import together
 
 pytestmark = [
@@ -78,3 +80,41 @@ def test_a_reward_that_fails_in_one_process_stops_both_and_saves_and_no_restart_
     assert len(re.findall(reason, said, re.MULTILINE)) == 1, "one process says it"
     assert (tmp_path / "run" / "policy").is_dir()
     assert len(re.findall("^tokencredit: not tried again after the error of an earlier start", said, re.MULTILINE)) == 1
+
+
+KILLS = int(os.environ.get("KILLS", "0"))
+PLACES = ("start", "rollout", "update", "save", "evaluation")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Folders of runs that are left in peace, by `run.shard`."""
+    folders = {shard: tmp_path_factory.mktemp("undisturbed") / shard for shard in ("none", "full")}
+    for shard, folder in folders.items():
+        assert two(folder, "--run.iterations", "14", "--run.shard", shard).returncode == 0
+    return folders
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not KILLS, reason="`make chaos` sets KILLS")
+@pytest.mark.parametrize("shard", ["none", "full"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_job_goes_on_after_kills_at_each_place(place, rank, shard, undisturbed, tmp_path):
+    """With a checkpoint every two iterations, some kills lose an iteration and some none."""
+    chance, kills = random.Random(0), min(KILLS, 5 if shard == "none" else 2)
+    if place == "start":
+        deaths = [death(place, rank, after=chance.uniform(0, 10)) for _ in range(kills)]
+        if rank == 0:  # between the files of a new folder
+            deaths[0] = death("folder", rank, visit=chance.randint(1, 4), after=None)
+    else:
+        most = 2 if place in ("rollout", "update") else 1
+        deaths = [
+            death(place, rank, visit=chance.randint(1, most), after=chance.uniform(0, 0.2) if number % 2 else None)
+            for number in range(kills)
+        ]
+    options = ("--run.iterations", 14, "--run.shard", shard, "--run.dir", tmp_path / "run")
+    timeout = 180.0 * (kills + 1)
+    code, said = torchrun(tmp_path / "run", *COMMAND, *options, deaths=deaths, restarts=kills, timeout=timeout)
+    assert code == 0, said
+    assert_same(undisturbed[shard], tmp_path / "run")

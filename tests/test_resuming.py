@@ -13,10 +13,9 @@ import yaml
 from gymnasium import spaces
 from transformers import AutoModelForCausalLM
 
-import chaos
-from chaos import assert_same
 from helpers.configs import control_config, quiet, quiet_agent, text_config
 from helpers.files import read_events
+from helpers.runs import assert_same, metrics
 from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
@@ -180,7 +179,7 @@ def test_an_environment_that_cannot_be_brought_back_is_named_and_begins_anew(tmp
     cut(ControlTrainer, args, 3)
     trainer = resumed(ControlTrainer, args)
     assert any("environments 0, 1 could not be restored" in event for event in read_events(tmp_path / "run"))
-    assert [m["iteration"] for m in chaos.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert [m["iteration"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     assert set(trainer.episodes) == {(30.0, 30)}, "no episode is counted that was not whole"
 
 
@@ -207,7 +206,7 @@ def test_python_numpy_and_torch_go_on_with_their_random_numbers(tmp_path):
 
 def test_before_the_first_checkpoint_a_run_begins_anew(whole, tmp_path):
     cut(PPOTrainer, text(tmp_path / "cut"), 2)
-    assert chaos.metrics(tmp_path / "cut")
+    assert metrics(tmp_path / "cut")
     resumed(PPOTrainer, text(tmp_path / "cut"))
     assert_same(whole, tmp_path / "cut")
     assert "no checkpoint yet: the run begins anew" in read_events(tmp_path / "cut")
@@ -231,7 +230,7 @@ def test_a_run_that_is_over_can_only_go_on_further(tmp_path):
         resumed(PPOTrainer, text(tmp_path / "run", 4))
     assert (tmp_path / "run" / "summary.json").is_file()
     resumed(PPOTrainer, text(tmp_path / "run", 5))
-    assert [m["iteration"] for m in chaos.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert [m["iteration"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert "run.iterations is now 5; it was 4" in read_events(tmp_path / "run")
 
 
@@ -244,7 +243,7 @@ def test_a_run_that_died_at_its_very_end_is_ended(tmp_path):
     assert not (tmp_path / "run" / "policy").exists()
     resumed(PPOTrainer, args)
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
-    assert len(chaos.metrics(tmp_path / "run")) == 4
+    assert len(metrics(tmp_path / "run")) == 4
 
 
 def test_what_stopped_a_run_still_stops_it(tmp_path):
@@ -306,7 +305,7 @@ def test_metrics_that_lost_lines_take_an_older_checkpoint(whole, cut_in_6, tmp_p
 def test_the_newest_checkpoints_are_kept_and_the_one_that_evaluated_best(tmp_path):
     args = text(tmp_path / "run", 9, eval=EvalConfig(every=1, samples=4, max_new_tokens=4))
     PPOTrainer(args=args).train()
-    rewards = [m["eval/reward"] for m in chaos.metrics(tmp_path / "run")]
+    rewards = [m["eval/reward"] for m in metrics(tmp_path / "run")]
     best = rewards.index(max(rewards)) + 1
     kept = {int(folder.name) for folder in (tmp_path / "run" / "checkpoints").iterdir()}
     assert best in kept
@@ -319,7 +318,7 @@ def test_settings_may_change_and_that_is_written_down(tmp_path):
     cut(PPOTrainer, args, 5)
     args = replace(args, optim=replace(args.optim, lr=3e-5, schedule="constant"), kl=KLConfig(coef=0.2))
     trainer = resumed(PPOTrainer, args)
-    rows = chaos.metrics(tmp_path / "run")
+    rows = metrics(tmp_path / "run")
     assert [row["lr"] == 3e-5 for row in rows] == [False] * 4 + [True] * 2
     assert [row["kl_coef"] for row in rows] == [0.05] * 4 + [0.2] * 2
     assert "optim.lr is now 3e-05; it was 0.0001" in read_events(tmp_path / "run")
@@ -403,14 +402,14 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
     trainer.record.begin = then_break
     trainer.train()
     assert "the tracker tensorboard is disabled from here on: OSError: disk gone" in read_events(tmp_path / "run")
-    assert len(chaos.metrics(tmp_path / "run")) == 3
+    assert len(metrics(tmp_path / "run")) == 3
 
 
 def test_the_command_resumes(tmp_path, capsys):
     run = tmp_path / "run"
     cut(PPOTrainer, text(run, 3), 3)
     assert main(["train", "--resume", str(run), "--run.iterations", "4"]) == 0
-    assert [m["iteration"] for m in chaos.metrics(run)] == [1, 2, 3, 4]
+    assert [m["iteration"] for m in metrics(run)] == [1, 2, 3, 4]
     assert "resumed after iteration 2" in capsys.readouterr().out
     assert main(["train", "--resume", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
@@ -420,7 +419,7 @@ def test_a_moved_folder_is_resumed_where_it_is(tmp_path):
     cut(PPOTrainer, text(tmp_path / "run", 3), 3)
     (tmp_path / "run").rename(tmp_path / "moved")
     assert main(["train", "--resume", str(tmp_path / "moved")]) == 0
-    assert len(chaos.metrics(tmp_path / "moved")) == 3
+    assert len(metrics(tmp_path / "moved")) == 3
     assert not (tmp_path / "run").exists()
 
 
@@ -452,7 +451,7 @@ def test_only_the_flag_resumes_in_either_spelling(tmp_path, capsys):
     assert main(["train", "--config", str(tmp_path / "sly.yaml")]) == 2
     assert "resume is an option of the command" in capsys.readouterr().err
     assert main(["train", f"--resume={run}"]) == 0
-    assert len(chaos.metrics(run)) == 3
+    assert len(metrics(run)) == 3
 
 
 def test_the_default_prompts_are_the_same_by_name_and_by_null(tmp_path):

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from chaos import assert_same
 from helpers.files import read_events, read_metrics
+from helpers.runs import assert_same
 from helpers.seams import run_settings
 from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer

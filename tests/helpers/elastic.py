@@ -68,11 +68,6 @@ def torchrun(folder, *arguments, deaths=(), restarts=0, timeout=600.0, **variabl
     return done.returncode, done.stdout
 
 
-def train(folder, *arguments, **options):
-    """Train with two processes into a folder."""
-    return torchrun(folder, *COMMAND, "--run.dir", folder, *arguments, **options)
-
-
 def restarts(folder):
     """The events of a run that say why it was restarted."""
     events = read_events(folder) if (folder / "events.jsonl").exists() else []

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chaos import assert_same
 from helpers.configs import text_config
 from helpers.files import read_events, read_jsonl, read_metrics
 from helpers.models import changed_weights, copy_weights
+from helpers.runs import assert_same
 from tokencredit.core.masked import explained_variance
 from tokencredit.errors import RunStopped
 from tokencredit.report.page import write_report

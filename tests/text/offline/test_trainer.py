@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tokencredit as tc
-from chaos import assert_same
 from helpers import forking
 from helpers.commands import COMMAND, refused
 from helpers.files import read_metrics, without_times
 from helpers.models import SHAPE, random_lm
+from helpers.runs import assert_same
 from helpers.warm import together
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError, RunStopped
