@@ -26,7 +26,7 @@ from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.rewards.reward_models import Classifier
+from tokencredit.text.rewards.reward_models import Classifier, load
 from tokencredit.text.scoring_passes import evaluate_rollout
 
 
@@ -160,12 +160,13 @@ def test_a_classifier_reads_the_words_that_were_written(kind, folders, tokenizer
         tmp_path, model=ModelConfig(name=str(folders / kind), dtype="float32"), prompts=PromptsConfig(text="The sky is")
     )
     trainer.pipeline.engine = Says([*whole[len(prompt) :], tokenizer.eos_token_id])
-    classifier = Classifier(str(folders / "classifier"), "LABEL_1")
+    folder = str(folders / "classifier")
+    classifier = Classifier(folder, *load(folder, "cpu"), "LABEL_1")
     trainer.pipeline.terms = [Term("seen", 1.0, classifier)]
     scored = trainer.collect()
     assert scored.completions == [" blue."] * 4
     assert scored.texts() == ["The sky is blue."] * 4
-    read = classifier.reader.tokenizer.convert_ids_to_tokens(classifier.reader.encode("The sky is", " blue."))
+    read = classifier.tokenizer.convert_ids_to_tokens(classifier.encode("The sky is", " blue."))
     assert read == ["The", "sky", "is", "blue", "."]
     assert scored.scores.tolist() == pytest.approx(classifier([""], ["The sky is blue."]) * 4, abs=1e-6)
     [glued] = classifier([""], ["The sky isblue."])

@@ -23,10 +23,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import ClassifierTerm, RewardModelTerm
 from tokencredit.text.models.model_loading import resolve
 from tokencredit.text.rewards.reward_models import Classifier, Reader, RewardModel, load
-from tokencredit.text.rewards.terms import (
-    as_terms,
-    build_terms,
-)
+from tokencredit.text.rewards.terms import as_terms, build_terms
 
 BUILTIN = "builtin:reviews"
 PROMPTS = ["This movie was really", "This movie was really"]
@@ -65,6 +62,10 @@ def alone(folder, text, limit=None):
         return model.score(model.transformer(torch.tensor([ids])).last_hidden_state)[0, -1].tolist()
 
 
+def classifier(name, *label, **reading):
+    return Classifier(name, *load(name, "cpu"), *label, **reading)
+
+
 def test_a_classifier_says_what_the_plain_model_says():
     folder = resolve(BUILTIN, "sentiment")
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
@@ -80,28 +81,28 @@ def test_a_classifier_says_what_the_plain_model_says():
         "log_odds": logits[:, negative] - logits[:, 1 - negative],
     }
     for output, expected in by_output.items():
-        got = Classifier(BUILTIN, "NEGATIVE", output)(PROMPTS, COMPLETIONS)
+        got = classifier(BUILTIN, "NEGATIVE", output)(PROMPTS, COMPLETIONS)
         torch.testing.assert_close(torch.tensor(got), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_score_does_not_depend_on_its_neighbours():
-    classifier = Classifier(BUILTIN, "NEGATIVE", batch_size=2)
+    scorer = classifier(BUILTIN, "NEGATIVE", batch_size=2)
     texts = [" film" * 60, *COMPLETIONS, "", " a"]
-    together = classifier([""] * 5, texts)
-    assert together == pytest.approx([classifier([""], [text])[0] for text in texts], abs=1e-5)
+    together = scorer([""] * 5, texts)
+    assert together == pytest.approx([scorer([""], [text])[0] for text in texts], abs=1e-5)
 
 
 def test_the_completion_alone():
-    by_itself = Classifier(BUILTIN, "NEGATIVE", text="completion")
-    assert by_itself(PROMPTS, COMPLETIONS) == Classifier(BUILTIN, "NEGATIVE")(["", ""], COMPLETIONS)
+    by_itself = classifier(BUILTIN, "NEGATIVE", text="completion")
+    assert by_itself(PROMPTS, COMPLETIONS) == classifier(BUILTIN, "NEGATIVE")(["", ""], COMPLETIONS)
 
 
 def test_labels_that_do_not_exclude_each_other_have_probabilities_of_their_own(tmp_path):
     shutil.copytree(resolve(BUILTIN, "sentiment"), tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"problem_type": "multi_label_classification"}))
-    logits = torch.tensor(Classifier(BUILTIN, "NEGATIVE", "logit")(PROMPTS, COMPLETIONS))
-    got = Classifier(str(tmp_path / "model"), "NEGATIVE")(PROMPTS, COMPLETIONS)
+    logits = torch.tensor(classifier(BUILTIN, "NEGATIVE", "logit")(PROMPTS, COMPLETIONS))
+    got = classifier(str(tmp_path / "model"), "NEGATIVE")(PROMPTS, COMPLETIONS)
     torch.testing.assert_close(torch.tensor(got), logits.sigmoid())
 
 
@@ -116,10 +117,10 @@ def test_the_roberta_family_has_fewer_positions_than_it_says(tmp_path, tokenizer
         pad_token_id=tokenizer.pad_token_id,
     )
     folder = saved(tmp_path / "roberta", RobertaForSequenceClassification(config), tokenizer, model_max_length=None)
-    classifier = Classifier(folder, "LABEL_1")
-    assert classifier.reader.limit == 18 - tokenizer.pad_token_id - 1
+    scorer = classifier(folder, "LABEL_1")
+    assert scorer.limit == 18 - tokenizer.pad_token_id - 1
     with pytest.warns(UserWarning, match="reads at most"):
-        assert math.isfinite(classifier([""], [" film" * 40])[0])
+        assert math.isfinite(scorer([""], [" film" * 40])[0])
 
 
 def test_a_reward_model_reads_its_last_token_whatever_stands_beside_it(reward_model):
@@ -222,8 +223,8 @@ def test_a_long_text_of_a_reward_model_keeps_its_end(reward_model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scorer([" film" * 50], [" was good"])  # it warns once
-    ids = scorer.reader.encode(" film" * 40, " was good")
-    assert scorer.reader.tokenizer.decode(ids).endswith(" was good<|endoftext|>")
+    ids = scorer.encode(" film" * 40, " was good")
+    assert scorer.tokenizer.decode(ids).endswith(" was good<|endoftext|>")
     assert got == pytest.approx(alone(reward_model, " film" * 40 + " was good", limit=23), abs=1e-4)
 
 

@@ -187,10 +187,10 @@ def scored_pair(model: RewardModel, row: Row, chosen: str, rejected: str) -> Exa
     def encode(column: str) -> list[int]:
         completion = row.completion(column)
         if isinstance(row.prompt, str) or not prefilled(row.prompt):
-            return model.reader.encode(row.prompt, completion)
+            return model.encode(row.prompt, completion)
         question = row.prompt[:-1]
         try:
-            return model.reader.encode(question, answered(row.prompt, row.text, completion)[len(question) :])
+            return model.encode(question, answered(row.prompt, row.text, completion)[len(question) :])
         except ConfigError as error:
             raise ConfigError(f"{row.name}: {error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,9 +15,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from tokencredit.errors import ConfigError
 from tokencredit.text.models.model_loading import fuse_gelu, resolve
 from tokencredit.text.rewards.texts import Text, joined, messages, plain
-
-BATCH_SIZE = 64
-"""Default number of texts per forward pass."""
 
 
 class Reader:
@@ -32,21 +30,14 @@ class Reader:
         tokenizer: PreTrainedTokenizerBase,
         *,
         text: str = "both",
-        batch_size: int = BATCH_SIZE,
+        batch_size: int = 64,
         append_eos: bool = False,
     ):
-        """Combine a `…ForSequenceClassification` model with its tokenizer.
+        """Combine a `…ForSequenceClassification` model, named `name` in messages, with its tokenizer.
 
-        Args:
-            name: name of the model in messages.
-            model: the model.
-            tokenizer: the model's; its truncation side is set to left.
-            text: `both` reads prompt and completion, `completion` only the completion.
-            batch_size: texts per forward pass.
-            append_eos: append the end-of-sequence token, if there is one, to plain texts.
-
-        Raises:
-            ConfigError: the tokenizer has more tokens than the model, or the model cannot read a text.
+        `text` is `both` for prompt and completion, or `completion`; `append_eos` appends the end-of-sequence token, if
+        there is one, to plain texts. Raises `ConfigError` if the tokenizer has more tokens than the model, or the model
+        cannot read a text.
         """
         rows = model.get_input_embeddings().get_parameter("weight").shape[0]
         if len(tokenizer) > rows:
@@ -142,29 +133,24 @@ class Reader:
         return ids or [next(i for i in fallbacks if i is not None)]  # models need at least one token
 
 
-class Classifier:
+class Classifier(Reader):
     """Scores completions by one label of a sequence classifier."""
 
     def __init__(
         self,
         name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         label: str | None,
         output: str = "probability",
-        device: torch.device | str = "cpu",
-        *,
-        text: str = "both",
-        batch_size: int = BATCH_SIZE,
-        dtype: str = "float32",
+        **reading: Any,
     ):
-        """Load the classifier `name`, of which `label` is rewarded.
+        """Take the label that is rewarded, or raise `ConfigError`; `reading` and the others as in `Reader`.
 
-        `output` is `probability`, `logit`, or `log_odds` (the logit of the probability); see `Reader` for the others.
-
-        Raises:
-            ConfigError: it cannot be loaded, or has no such label.
+        `output` is `probability`, `logit`, or `log_odds` (the logit of the probability).
         """
-        self.reader = Reader(name, *load(name, device, dtype), text=text, batch_size=batch_size)
-        config = self.reader.model.config
+        super().__init__(name, model, tokenizer, **reading)
+        config: Any = model.config
         if config.num_labels < 2:
             raise ConfigError(f"{name!r} has one output and no labels to choose from; set it as reward_model")
         if label not in config.label2id:
@@ -175,7 +161,7 @@ class Classifier:
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
         """Score each completion."""
-        logits = self.reader.logits(prompts, completions)
+        logits = self.logits(prompts, completions)
         logit = logits[:, self.label]
         if self.output == "logit":
             return logit.tolist()
@@ -185,33 +171,25 @@ class Classifier:
         return (log_odds if self.output == "log_odds" else log_odds.sigmoid()).tolist()
 
 
-class RewardModel:
+class RewardModel(Reader):
     """A reward model with one output, as trained by TRL's RewardTrainer.
 
     Inputs are those of RewardTrainer: conversations by the model's own chat template, plain texts followed by its
     end-of-sequence token.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        text: str = "both",
-        batch_size: int = BATCH_SIZE,
-    ):
-        """Wrap a model with its tokenizer; arguments and errors as in `Reader`."""
+    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **reading: Any):
+        """Check the number of outputs; arguments and errors as in `Reader`."""
         if model.config.num_labels != 1:
             raise ConfigError(
                 f"{name!r} has {model.config.num_labels} outputs, and a reward model has one; "
                 "set it as classifier, with the label that is rewarded"
             )
-        self.reader = Reader(name, model, tokenizer, text=text, batch_size=batch_size, append_eos=True)
+        super().__init__(name, model, tokenizer, append_eos=True, **reading)
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
         """Score each completion."""
-        return self.reader.logits(prompts, completions)[:, 0].tolist()
+        return self.logits(prompts, completions)[:, 0].tolist()
 
 
 def load(

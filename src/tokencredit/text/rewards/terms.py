@@ -78,21 +78,13 @@ def _build(settings: RewardTerm, device: torch.device | str) -> Term:
             name = settings.function.rpartition(":")[2]
             if ":" in settings.function:  # a ready-made one has its settings already
                 kwargs = settings.kwargs
-        case ClassifierTerm():
-            name = str(settings.label)
-            function = Classifier(
-                settings.classifier,
-                settings.label,
-                settings.output,
-                device,
-                text=settings.text,
-                batch_size=settings.batch_size,
-                dtype=settings.dtype,
-            )
-        case RewardModelTerm():
-            name, source = Path(settings.reward_model).name, settings.reward_model
-            model, tokenizer = load(source, device, settings.dtype)
-            function = RewardModel(source, model, tokenizer, text=settings.text, batch_size=settings.batch_size)
+        case ClassifierTerm(classifier=source):
+            name, model = str(settings.label), load(source, device, settings.dtype)
+            reading: dict[str, Any] = {"text": settings.text, "batch_size": settings.batch_size}
+            function = Classifier(source, *model, settings.label, settings.output, **reading)
+        case RewardModelTerm(reward_model=source):
+            name, model = Path(source).name, load(source, device, settings.dtype)
+            function = RewardModel(source, *model, text=settings.text, batch_size=settings.batch_size)
     return Term(settings.name or name, settings.weight, function, kwargs, settings.retries, settings.timeout)
 
 

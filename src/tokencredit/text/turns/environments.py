@@ -14,10 +14,10 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.turns.protocols.factories import Factory, Instance, inspect_factory, own_reward
+from tokencredit.text.turns.protocols.episode import Episode
+from tokencredit.text.turns.protocols.factories import Factory, Instance, NoEnvironment, inspect_factory, own_reward
 from tokencredit.text.turns.protocols.step_episode import StepEpisode
 from tokencredit.text.turns.protocols.tool_episode import ToolEpisode
-from tokencredit.text.turns.protocols.tools import describe_all
 from tokencredit.text.user_code.user_objects import check_kwargs, load_object
 from tokencredit.text.user_code.workers import Workers
 
@@ -32,8 +32,6 @@ ADAPTERS = {
     "openenv": "tokencredit.text.turns.builtin.openenv:OpenEnv",
 }
 """Classes that make environments of other packages; the setting is their first argument."""
-Episode = StepEpisode | ToolEpisode
-"""One episode of an environment with its tools. `start` and `reply` run the user's code, and are called in threads."""
 COLUMN = "environment"
 """Column that selects one of several factories by name."""
 
@@ -50,11 +48,10 @@ class Environments:
     ):
         """Create one environment per factory, to read its tools.
 
-        One factory alone has the name None; without factories there are only functions, the tools of all episodes.
+        One factory alone has the name None; `NoEnvironment` is that of functions, the tools of all episodes, alone.
         `label` is the setting or argument that the factories come from, in messages.
         """
-        self._config, self._workers, self._functions = config, Workers(), list(functions)
-        self._tools = describe_all(functions, "the tool ")
+        self._config, self._workers = config, Workers()
         self.factories: dict[str | None, Factory] = {}
         self._free: dict[str, list[Instance]] = {}
         """Environments that no episode uses, by their factory's label, in the order of their creation."""
@@ -65,16 +62,17 @@ class Environments:
             first = self._instance(factory)
             first.value = factory.first
             self.factories[name], self._free[named] = factory, [first]
-        kinds = list(dict.fromkeys(factory.kind for factory in self.factories.values()))
-        if twice := [name for name, count in Counter(kind.__name__ for kind in kinds).items() if count > 1]:
+        kinds = [kind.__name__ for kind in dict.fromkeys(factory.kind for factory in self.factories.values())]
+        if twice := [name for name, count in Counter(kinds).items() if count > 1]:
             raise ConfigError(f"{label} has two classes named {twice[0]!r}, and so would their rewards; rename one")
-        self.name = ", ".join(kind.__name__ for kind in kinds) or ", ".join(self._tools)
-        """Names of the classes; without any, of the functions."""
-        tools = {} if self.factories else dict(zip(self._tools, self._functions, strict=True))
+        tools: dict[str, Callable[..., Any]] = {}
         for factory in self.factories.values():
             tools |= factory.callables(factory.first)
         self.tools = list(tools.values())
         """All tools that some episode has, for a check of the chat template."""
+        self._only_functions = factories.get(None) is NoEnvironment
+        self.name = ", ".join(tools if self._only_functions else kinds)
+        """Names of the classes; without any, of the functions."""
         self.needs_tools = bool(self.tools)
         """True if prompts need a chat template that shows tools."""
         self.conversational = True if self.needs_tools else None
@@ -87,11 +85,11 @@ class Environments:
 
         `columns` are those that `begin` will get, `environments` the values of the column `environment`.
         """
-        if not self.factories and "prompt" not in columns:
+        if self._only_functions and "prompt" not in columns:
             raise ConfigError(
                 f"the tools {self.name} are given without prompts and without an environment; give prompts"
             )
-        if None not in self.factories and self.factories:
+        if None not in self.factories:
             if COLUMN not in columns:
                 raise ConfigError(
                     f"there are several environments, {', '.join(map(str, self.factories))}, and the data set has no "
@@ -119,8 +117,7 @@ class Environments:
         """
         with self._lock:
             for instance in (episode.instance for episode in episodes):
-                if instance is not None:
-                    insort(self._free[instance.factory.label], instance, key=attrgetter("number"))
+                insort(self._free[instance.factory.label], instance, key=attrgetter("number"))
 
     def terms(self) -> list[Term]:
         """The environments' own rewards, as reward terms named after their classes, with weight 1."""
@@ -128,10 +125,6 @@ class Environments:
         return [own_reward(factory, self._workers, self._config.timeout) for factory in paying.values()]
 
     def _episode(self, row: Mapping[str, Any], seed: int) -> Episode:
-        timeout, tokens = self._config.timeout, self._config.observation_tokens
-        functions = {function.__name__: function for function in self._functions}
-        if not self.factories:
-            return ToolEpisode(None, row, self._tools, functions, self._workers, timeout, tokens)
         name = None if None in self.factories else row.get(COLUMN)
         factory = self._factory(name)
         free = self._free[factory.label]
@@ -139,9 +132,8 @@ class Environments:
         arguments = {key: value for key, value in row.items() if name is None or key != COLUMN}
         if factory.steps or factory.takes_seed():
             arguments = {"seed": seed, **arguments}
-        if factory.steps:
-            return StepEpisode(instance, arguments, tokens)
-        return ToolEpisode(instance, arguments, factory.tools, functions, self._workers, timeout, tokens)
+        kind = StepEpisode if factory.steps else ToolEpisode
+        return kind(instance, arguments, self._config.observation_tokens)
 
     def _factory(self, name: Any) -> Factory:
         if not isinstance(name, str | None) or name not in self.factories:
@@ -191,7 +183,7 @@ def load_environments(
     if factory == {}:
         raise ConfigError(f"{label} is an empty dict; give at least one environment")
     if not isinstance(factory, dict):
-        return Environments(config, {} if factory is None else {None: factory}, loaded, label)
+        return Environments(config, {None: NoEnvironment if factory is None else factory}, loaded, label)
     if wrong := [name for name in factory if not isinstance(name, str)]:
         raise ConfigError(f"{label} has the name {wrong[0]!r}; names of environments must be texts")
     return Environments(config, factory, loaded, label)

@@ -12,8 +12,7 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.rewards.texts import messages as as_messages
-from tokencredit.text.turns.environments import Episode
-from tokencredit.text.turns.protocols.episode import Ending, Message, Problem, Reply, Turn
+from tokencredit.text.turns.protocols.episode import Ending, Episode, Message, Problem, Reply, Turn
 
 EVENTS: dict[Problem, str] = {
     "malformed": "a tool call could not be parsed",

@@ -20,9 +20,9 @@ from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Conversation, Engine
 from tokencredit.text.turns.chat.framing import ChatFraming, Framing, TextFraming
-from tokencredit.text.turns.environments import Environments, Episode
+from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import Span, Transcript, episode_record
-from tokencredit.text.turns.protocols.episode import TERMINATED, Reply, fit
+from tokencredit.text.turns.protocols.episode import TERMINATED, Episode, Reply, fit
 from tokencredit.text.user_code.workers import Workers
 
 PATIENCE = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.text.data.prompts import Prompt, is_conversation
 from tokencredit.text.rewards.texts import content
+from tokencredit.text.turns.protocols.factories import Instance
 
 Message = dict[str, Any]
 """A message of a conversation: a role and a content, and for an assistant's calls `tool_calls`."""
@@ -58,6 +59,30 @@ class Reply:
         return self.observation if isinstance(self.observation, str) else "\n".join(map(content, self.observation))
 
 
+class Episode:
+    """One episode of an environment with its tools. `start` and `reply` run user code, and are called in threads."""
+
+    def __init__(self, instance: Instance, row: Mapping[str, Any], tokens: int):
+        """Keep what an episode needs: its environment, the row for `reset`, and the longest observation in tokens."""
+        self.instance, self._row, self._tokens = instance, row, tokens
+        self.environment: Any = None
+        """The environment, for reward functions that ask for `environments`; None if there are only functions."""
+        self.tools: Sequence[Callable[..., Any]] = ()
+        """Functions and methods that the policy may call; the prompt's chat template describes them."""
+
+    def start(self) -> Prompt:
+        """Reset the environment with the row; returns the prompt."""
+        raise NotImplementedError
+
+    def reply(self, turn: Turn) -> Reply:
+        """The reply to a turn, with an observation within bounds; user code that fails raises nothing here."""
+        return bounded(self.answer(turn), self._tokens)
+
+    def answer(self, turn: Turn) -> Reply:
+        """The reply to a turn, with an observation of any length."""
+        raise NotImplementedError
+
+
 def as_text(result: Any) -> str:
     """A result as text: texts and lists of text blocks as they are, anything else by `str`."""
     return content({"content": result}) if is_text_blocks(result) else str(result)
@@ -67,6 +92,24 @@ def shorten(text: str, tokens: int) -> tuple[str, bool]:
     """A text of at most 16 characters per token, without lone surrogates, which no tokenizer takes; true if cut."""
     limit = CHARACTERS * tokens
     return _encodable(text if len(text) <= limit else text[:limit] + CUT), len(text) > limit
+
+
+def bounded(reply: Reply, tokens: int) -> Reply:
+    """A reply whose texts have at most 16 characters per token, without lone surrogates; marked if one was cut."""
+    if not reply.observation:
+        return reply
+    if isinstance(reply.observation, str):
+        text, cut = shorten(reply.observation, tokens)
+        return replaced(reply, text, cut)
+    texts = [shorten(message["content"], tokens) for message in reply.observation]
+    messages = [{**message, "content": text} for message, (text, _) in zip(reply.observation, texts, strict=True)]
+    return replaced(reply, clean_messages(messages), any(cut for _, cut in texts))
+
+
+def replaced(reply: Reply, observation: str | list[Message], cut: bool) -> Reply:
+    """A reply with another observation, and with the problem `cut` if it was cut."""
+    problems = tuple(dict.fromkeys((*reply.problems, "cut"))) if cut else reply.problems
+    return replace(reply, observation=observation, problems=problems)
 
 
 def readable(prompt: Any) -> bool:
@@ -107,9 +150,7 @@ def fit(reply: Reply, tokens: int, tokenizer: PreTrainedTokenizerBase) -> Reply:
             tokens -= used
             short.append(message if text == content(message) else {**message, "content": text})
         unchanged = short == list(reply.observation)
-    if unchanged:
-        return reply
-    return replace(reply, observation=short, problems=tuple(dict.fromkeys((*reply.problems, "cut"))))
+    return reply if unchanged else replaced(reply, short, cut=True)
 
 
 def _cut(text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:

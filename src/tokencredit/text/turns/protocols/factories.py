@@ -64,6 +64,13 @@ class Factory:
             ) from error
 
 
+class NoEnvironment:
+    """In place of an environment if there are only functions."""
+
+    def reset(self, **row: Any) -> None:
+        """Nothing to reset."""
+
+
 def inspect_factory(
     label: str, create: Any, functions: Sequence[Callable[..., Any]], workers: Workers, timeout: float
 ) -> Factory:
@@ -91,7 +98,7 @@ def inspect_factory(
     public = methods(kind)
     if "reset" not in public:
         raise ConfigError(f"{label} gives a {kind.__name__}, which has no method reset; see docs/turns.md")
-    tools = describe_all(functions, "")
+    tools = describe_all(functions, "the tool ")
     if takes_row(first.reset):
         if "step" not in public:
             raise ConfigError(

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.protocols.episode import (
+    Ending,
+    Episode,
     Message,
     Problem,
     Reply,
     Turn,
     clean,
-    clean_messages,
     messages_of,
     readable,
-    shorten,
 )
-from tokencredit.text.turns.protocols.factories import Instance
 from tokencredit.text.user_code.user_objects import described
 from tokencredit.text.user_code.workers import TimedOut, call_within
 
@@ -29,15 +27,10 @@ class MalformedStep(Exception):
     """`step` returned something that is no observation, reward and done."""
 
 
-class StepEpisode:
+class StepEpisode(Episode):
     """An episode whose environment receives each turn's text and returns an observation, a reward and done."""
 
-    def __init__(self, instance: Instance, row: Mapping[str, Any], tokens: int):
-        """Keep what an episode needs; `tokens` is the longest observation, in tokens."""
-        self.instance, self._row, self._tokens = instance, row, tokens
-        self._conversational = False
-        self.environment: Any = None
-        self.tools: Sequence[Callable[..., Any]] = ()
+    _conversational = False
 
     def start(self) -> Prompt:
         """Reset the environment with the row; returns its prompt."""
@@ -53,7 +46,7 @@ class StepEpisode:
             )
         return clean(prompt)
 
-    def reply(self, turn: Turn) -> Reply:
+    def answer(self, turn: Turn) -> Reply:
         """The observation, reward and end that `step` returns; if it fails, the episode ends with an error."""
         instance = self.instance
         problem: Problem = "failed"
@@ -66,8 +59,7 @@ class StepEpisode:
             message = str(error)
         except BaseException as error:  # SystemExit too; Ctrl-C does not come into threads
             message = f"step {described(error)}"
-        text, _ = shorten(f"error: {message}", self._tokens)
-        return Reply(self._framed(text), 0.0, "error", (problem,))
+        return Reply(self._framed(f"error: {message}"), 0.0, "error", (problem,))
 
     def _read(self, result: Any) -> Reply:
         if not isinstance(result, tuple | list) or len(result) != 3:
@@ -82,14 +74,9 @@ class StepEpisode:
             raise MalformedStep(f"step returned {done!r:.100} for done; it must be True or False")
         if not observation and not done:
             raise MalformedStep("step returned no observation, although it is not done")
-        framed, cut = self._bounded(observation)
-        return Reply(framed, float(reward), "done" if done else None, ("cut",) if cut else ())
-
-    def _bounded(self, observation: Any) -> tuple[str | list[Message], bool]:
-        """The observation in the format of the prompt; true if it was cut."""
+        ending: Ending | None = "done" if done else None
         if observation is None or isinstance(observation, str):
-            text, cut = shorten(observation or "", self._tokens)
-            return self._framed(text), cut
+            return Reply(self._framed(observation or ""), float(reward), ending)
         messages = messages_of(observation)
         if messages is None:
             raise MalformedStep(
@@ -98,10 +85,8 @@ class StepEpisode:
             )
         if not self._conversational:
             raise MalformedStep("step returned messages, and reset a text; both must be texts, or both messages")
-        kept = messages[: self._tokens]  # each has a token at least
-        shortened = [shorten(message["content"], self._tokens) for message in kept]
-        framed = [{**message, "content": text} for message, (text, _) in zip(kept, shortened, strict=True)]
-        return clean_messages(framed), len(kept) < len(messages) or any(cut for _, cut in shortened)
+        cut: tuple[Problem, ...] = ("cut",) if len(messages) > self._tokens else ()
+        return Reply(messages[: self._tokens], float(reward), ending, cut)  # each has a token at least
 
     def _framed(self, text: str) -> str | list[Message]:
         """A text in the format of the prompt."""

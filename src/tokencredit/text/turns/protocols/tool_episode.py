@@ -9,6 +9,7 @@ from typing import Any
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.protocols.episode import (
+    Episode,
     Message,
     Problem,
     Reply,
@@ -16,58 +17,31 @@ from tokencredit.text.turns.protocols.episode import (
     appended,
     as_text,
     clean,
-    clean_messages,
     is_text_blocks,
     readable,
-    shorten,
 )
-from tokencredit.text.turns.protocols.factories import Instance
-from tokencredit.text.turns.protocols.tools import Tool
+from tokencredit.text.turns.protocols.factories import NoEnvironment
 from tokencredit.text.user_code.user_objects import summarized
-from tokencredit.text.user_code.workers import TimedOut, Workers, begin, call_within, is_coroutine_function
+from tokencredit.text.user_code.workers import TimedOut, begin, call_within, is_coroutine_function
 
 Call = tuple[str, Any, dict[str, str]]
 """A call's tool, its arguments, and its id for the answer, if it has one."""
-Answer = tuple[str, tuple[Problem, ...]]
-"""A tool's answer as text, and problems with it."""
+Answer = tuple[str, Problem | None]
+"""A tool's answer as text, and the problem with it."""
 
 
-class ToolEpisode:
+class ToolEpisode(Episode):
     """An episode that goes on until a turn has no tool call."""
-
-    def __init__(
-        self,
-        instance: Instance | None,
-        row: Mapping[str, Any],
-        tools: Mapping[str, Tool],
-        functions: Mapping[str, Callable[..., Any]],
-        workers: Workers,
-        timeout: float,
-        tokens: int,
-    ):
-        """Keep what an episode needs.
-
-        `instance` holds the environment, None if there are only functions; `row` are the arguments of its `reset`;
-        `tools` describe all tools; `tokens` is the longest observation, in tokens.
-        """
-        self.instance, self._row = instance, row
-        self._described, self._callables = tools, dict(functions)
-        self.environment: Any = None
-        """The environment, for reward functions that ask for `environments`; None if there are only functions."""
-        self.tools: Sequence[Callable[..., Any]] = list(functions.values())
-        """Functions and methods that the policy may call; the prompt's chat template describes them."""
-        self._workers, self._timeout, self._tokens = workers, timeout, tokens
 
     def start(self) -> Prompt:
         """Reset the environment with the row; returns the row's prompt, with the text that `reset` returned."""
-        prompt, added = copy.deepcopy(self._row.get("prompt")) or "", None
+        prompt = copy.deepcopy(self._row.get("prompt")) or ""
         if not readable(prompt):
             raise ConfigError(f"the prompt of a row is {prompt!r:.200}; it must be a text, or messages with a text")
-        if self.instance is not None:
-            added = self.instance.reset(**self._row)
-            self.environment = self.instance.value
-            self._callables = self.instance.factory.callables(self.environment)
-            self.tools = list(self._callables.values())
+        added, instance = self.instance.reset(**self._row), self.instance
+        self.environment = None if isinstance(instance.value, NoEnvironment) else instance.value
+        self._described, self._callables = instance.factory.tools, instance.factory.callables(instance.value)
+        self.tools = list(self._callables.values())
         if not (added is None or isinstance(added, str) or is_text_blocks(added)):
             raise ConfigError(f"reset returned {added!r:.200}; it must return a text, or None")
         if not prompt and not added:
@@ -76,22 +50,21 @@ class ToolEpisode:
             prompt = [{"role": "user", "content": prompt}]
         return clean(prompt if added is None else appended(prompt, as_text(added)))
 
-    def reply(self, turn: Turn) -> Reply:
+    def answer(self, turn: Turn) -> Reply:
         """The tools' answers to a turn's calls, in order; without a call the episode ends."""
         calls = [_read(call) for call in (turn.message or {}).get("tool_calls") or []]
         if not calls and turn.malformed is None:
             return Reply(ending="answer")
         messages: list[Message] = []
         problems: list[Problem] = []
-        for (name, _, identity), (text, call_problems) in zip(calls, self._answers(calls), strict=True):
+        for (name, _, identity), (text, problem) in zip(calls, self._answers(calls), strict=True):
             messages.append({"role": "tool", "name": name, **identity, "content": text})
-            problems += call_problems
+            problems += [problem] if problem else []
         if turn.malformed is not None:
             # By the user: a message of a tool belongs to a call with a name, and there is none.
-            text, call_problems = self._error(f"{turn.malformed}; {self._usage()}", "malformed")
-            messages.append({"role": "user", "content": text})
-            problems += call_problems
-        return Reply(clean_messages(messages), problems=tuple(problems))
+            messages.append({"role": "user", "content": f"error: {turn.malformed}; {self._usage()}"})
+            problems.append("malformed")
+        return Reply(messages, problems=tuple(problems))
 
     def _answers(self, calls: Sequence[Call]) -> list[Answer]:
         """Answers to calls: functions are called one after the other, then coroutine functions all at once."""
@@ -99,7 +72,7 @@ class ToolEpisode:
         coroutines = []
         for place, (name, arguments, _) in enumerate(calls):
             if mistake := self._mistake(name, arguments):
-                answers[place] = self._error(mistake, "failed")
+                answers[place] = f"error: {mistake}", "failed"
             elif is_coroutine_function(self._callables[name]):
                 coroutines.append((place, name, arguments))
             else:
@@ -120,26 +93,20 @@ class ToolEpisode:
         return f"the tools are {', '.join(tool.usage() for tool in self._described.values())}"
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-        return begin(self._workers, self._timeout, self._callables[name], **arguments)
+        return begin(self.instance.workers, self.instance.timeout, self._callables[name], **arguments)
 
     def _answer(self, name: str, result: Callable[[], Any]) -> Answer:
-        """A result as text, within bounds; a failure or a timeout as a text that says so."""
+        """A result as text; a failure or a timeout as a text that says so."""
+        instance = self.instance
         try:
             # In a thread, because `str` of an object is the user's code too.
-            value, tokens = result(), self._tokens
-            text, cut = call_within(self._workers, self._timeout, lambda: shorten(as_text(value), tokens))
-            return text, ("cut",) if cut else ()
+            return call_within(instance.workers, instance.timeout, as_text, result()), None
         except TimedOut:
-            if self.instance is not None:
-                self.instance.hung = True
-            return self._error(f"{name} exceeded its timeout of {self._timeout:g} s", "timeout")
+            instance.hung = True
+            return f"error: {name} exceeded its timeout of {instance.timeout:g} s", "timeout"
         except BaseException as error:  # SystemExit too; Ctrl-C does not come into threads
             # Without the place, which depends on the machine.
-            return self._error(f"{name} {summarized(error)}", "failed")
-
-    def _error(self, message: str, problem: Problem) -> Answer:
-        text, cut = shorten(f"error: {message}", self._tokens)
-        return text, (problem, "cut") if cut else (problem,)
+            return f"error: {name} {summarized(error)}", "failed"
 
 
 def _read(call: Any) -> Call:
