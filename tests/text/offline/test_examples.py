@@ -21,7 +21,7 @@ def lm(tokenizer):
 
 def read(rows, config, lm, tokenizer, column="completion", **options):
     encoder = Encoder(config, lm, tokenizer, **options)
-    found = read_rows(config, tokenizer, column, (None, "train", None), rows)
+    found = read_rows(config, tokenizer, column, config, rows)
     return examples_of(found, lambda row: encoder.with_completion(row, column))
 
 
@@ -88,7 +88,7 @@ def test_pairs_share_their_prompt(lm, tokenizer):
     config = DPOPairsConfig()
     encoder = Encoder(config, lm, tokenizer)
     rows = [{"prompt": "The film is", "chosen": " bad.", "rejected": " great."}]
-    found = read_rows(config, tokenizer, "chosen", (None, "train", None), rows)
+    found = read_rows(config, tokenizer, "chosen", config, rows)
     (example,), _ = examples_of(found, lambda row: encoder.with_pair(row, "chosen", "rejected"))
     assert example == {
         "prompt_ids": ids(tokenizer, "The film is"),
@@ -194,7 +194,7 @@ def test_a_prefill_is_continued_by_a_text_and_included_in_a_message(lm, tokenize
     config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config)
     scorer = RewardModel("it", model, chat)
-    found = read_rows(CompletionsConfig(), chat, "completion", (None, "train", None), both)
+    found = read_rows(CompletionsConfig(), chat, "completion", CompletionsConfig(), both)
     pairs = [scored_pair(scorer, row, "completion", "other")["chosen_ids"] for row in found]
     assert pairs[0] == pairs[1]
     assert "It is bad." in chat.decode(pairs[0])

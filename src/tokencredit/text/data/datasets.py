@@ -35,10 +35,6 @@ def read_dataset(name: str, *, split: str = "train", config_name: str | None = N
         split: a file has only train.
         config_name: the subset of a hub data set.
         group: configuration group of these settings in messages.
-
-    Raises:
-        ConfigError: the data set, split or subset does not exist or cannot be read; the message names the file and
-            line, the folder or the hub id.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -50,6 +46,16 @@ def read_dataset(name: str, *, split: str = "train", config_name: str | None = N
     if config_name is not None:
         raise ConfigError(f"{group}.config_name is {config_name!r}, but {name!r} is local; only the hub has subsets")
     return rows
+
+
+def rows_of(source: Any, given: Any, argument: str, group: str) -> tuple[Rows, str] | None:
+    """Rows with their name in messages: those given from Python as an argument, else a configuration's data set."""
+    if given is not None:
+        return from_python(given, argument), argument
+    if source.dataset is None:
+        return None
+    rows = read_dataset(source.dataset, split=source.split, config_name=source.config_name, group=group)
+    return rows, repr(source.dataset)
 
 
 def from_python(dataset: Any, name: str) -> Rows:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.text.data.datasets import column_names, column_values, from_python, read_dataset
+from tokencredit.text.data.datasets import column_names, column_values, rows_of
 from tokencredit.text.rewards.texts import answer, prefilled
 
 if TYPE_CHECKING:
@@ -93,10 +93,7 @@ class Prompts:
             group: configuration group of texts and dataset, in messages.
             keys: group of the keys of all other settings, in messages.
             limit: another limit in tokens beside `config.max_length`.
-            seed: seed of the order, which is reshuffled every epoch; None keeps the data's order.
-
-        Raises:
-            ConfigError: a row, the column or the tokenizer cannot be used; the message names the row.
+            seed: seed of the order; None keeps the data's order.
         """
         config = config or PromptsConfig()
         if config.add_bos and tokenizer.bos_token_id is None:
@@ -120,7 +117,8 @@ class Prompts:
 
     def batch(self, first: int, size: int, repeat: int = 1) -> PromptBatch:
         """Rows `first` to `first + size − 1` of the endless sequence with each prompt repeated `repeat` times."""
-        chosen = [self._row_at((first + i) // repeat) for i in range(size)]
+        places = [shuffled((first + i) // repeat, len(self.kept), self.seed) for i in range(size)]
+        chosen = [int(self.kept[place]) for place in places]
         rows = {index: self.rows[index] for index in dict.fromkeys(chosen)}
         read = {index: self._read(index, row) for index, row in rows.items()}
         width = max(len(ids) for _, _, ids in read.values())
@@ -176,11 +174,6 @@ class Prompts:
                 "set chat_template in its tokenizer_config.json, or give the prompts as plain texts"
             )
         return [column for column in columns if column != self.column], conversational
-
-    def _row_at(self, position: int) -> int:
-        """Index of the row at a position of the endless sequence of distinct prompts."""
-        epoch, offset = divmod(position, len(self.kept))
-        return int(self.kept[offset if self.seed is None else permutation(len(self.kept), self.seed, epoch)[offset]])
 
     def _read(self, index: int, row: dict[str, Any]) -> tuple[Prompt, str, list[int]]:
         """A row's prompt, its text for the model, and its token ids, truncated if necessary."""
@@ -304,13 +297,7 @@ def load_prompts(
 
     `limit` is the longest prompt, in tokens, that leaves room for a completion; others are as in `Prompts`.
     """
-    if dataset is not None:
-        rows, name = from_python(dataset, dataset_name), dataset_name
-    elif config.dataset is not None:
-        rows = read_dataset(config.dataset, split=config.split, config_name=config.config_name, group=group)
-        name = repr(config.dataset)
-    else:
-        rows, name = config.texts(), None
+    rows, name = rows_of(config, dataset, dataset_name, group) or (config.texts(), None)
     shuffle = name is not None if config.shuffle is None else config.shuffle
     return Prompts(rows, tokenizer, config, name=name, group=group, limit=limit, seed=seed if shuffle else None)
 
@@ -327,6 +314,12 @@ def is_conversation(prompt: Any) -> bool:
     if not isinstance(prompt, list) or not prompt:
         return False
     return all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt)
+
+
+def shuffled(place: int, size: int, seed: int | None) -> int:
+    """Index at a place of an endless sequence, in an order that each epoch draws anew; without a seed in the data's."""
+    epoch, offset = divmod(place, size)
+    return offset if seed is None else int(permutation(size, seed, epoch)[offset])
 
 
 @lru_cache(maxsize=4)  # a batch may span two epochs

@@ -10,8 +10,8 @@ import numpy as np
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.text.data.datasets import column_names, from_python, read_dataset
-from tokencredit.text.data.prompts import permutation
+from tokencredit.text.data.datasets import column_names, rows_of
+from tokencredit.text.data.prompts import shuffled
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -42,18 +42,11 @@ class Tasks:
         shuffle: bool = True,
         column: str = "prompt",
     ):
-        """Keep the rows.
+        """Keep the rows, named `name` in messages; None if environments make their own episodes.
 
-        Args:
-            rows: a list of dicts or a `datasets.Dataset`; None if environments make their own episodes.
-            name: name of the data in messages.
-            seed: seed of the order and of the episodes.
-            stream: separates the episodes of evaluations from those of training.
-            shuffle: reshuffle the rows in every epoch.
-            column: column of the prompts, if there is one; environments receive it as `prompt`.
-
-        Raises:
-            ConfigError: there are no rows, no such column, or another one named `prompt` beside it.
+        `seed` is that of the order, which is reshuffled in every epoch if `shuffle`, and of the episodes; `stream`
+        separates those of evaluations from those of training. Environments receive the `column` of prompts, if there is
+        one, as `prompt`.
         """
         if rows is not None and len(rows) == 0:
             raise ConfigError(f"{name} has no rows; give at least one, or leave it out")
@@ -90,13 +83,8 @@ class Tasks:
     def _row(self, position: int) -> dict[str, Any]:
         if self.rows is None:
             return {}
-        row = self.rows[self._index(position)]
+        row = self.rows[shuffled(position, len(self.kept), self.seed if self.shuffle else None)]
         return {name: row.get(source) for name, source in self._sources.items()}
-
-    def _index(self, position: int) -> int:
-        """Index of the row at a position of the endless sequence."""
-        epoch, offset = divmod(position, len(self.kept))
-        return int(permutation(len(self.kept), self.seed, epoch)[offset]) if self.shuffle else offset
 
 
 def load_tasks(
@@ -109,15 +97,10 @@ def load_tasks(
     for key, unset in (("template", None), ("max_length", None), ("overlong", "error")):
         if (value := getattr(config, key)) != unset:
             raise ConfigError(f"prompts.{key} is {value!r}, and an environment makes the prompts; leave it out")
-    rows: Rows | None = None
-    name = f"{group}.text"
-    if dataset is not None:
-        rows, name = from_python(dataset, dataset_name), dataset_name
-    elif config.dataset is not None:
-        rows = read_dataset(config.dataset, split=config.split, config_name=config.config_name, group=group)
-        name = repr(config.dataset)
-    elif config.text is not None:
+    source = rows_of(config, dataset, dataset_name, group)
+    rows, name = source or (None, f"{group}.text")
+    if source is None and config.text is not None:
         texts: Sequence[str] = [config.text] if isinstance(config.text, str) else config.text
         rows = [{"prompt": text} for text in texts]
-    shuffled = rows is not None and config.text is None if config.shuffle is None else config.shuffle
-    return Tasks(rows, name=name, seed=seed, stream=stream, shuffle=shuffled, column=config.column)
+    shuffle = source is not None if config.shuffle is None else config.shuffle
+    return Tasks(rows, name=name, seed=seed, stream=stream, shuffle=shuffle, column=config.column)

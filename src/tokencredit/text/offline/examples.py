@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError
 from tokencredit.settings.offline import LengthSettings, RowsSettings
 from tokencredit.text.data.completions import answered, ended, rendered_after, tokenize_after, unfinished
-from tokencredit.text.data.datasets import column_names, from_python, read_dataset
+from tokencredit.text.data.datasets import column_names, rows_of
 from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
 from tokencredit.text.models.model_loading import end_ids, max_prompt_length
 from tokencredit.text.rewards.reward_models import RewardModel
@@ -72,31 +72,22 @@ def read_rows(
     config: RowsSettings,
     tokenizer: PreTrainedTokenizerBase,
     completion: str,
-    source: tuple[str | None, str, str | None],
+    source: Any,
     rows: Rows | None = None,
     group: str = "data",
 ) -> Iterator[Row]:
-    """Read the rows of a data set, or of `rows` from Python.
+    """Read the rows of the data set of the settings `source`, of this group, or of `rows` from Python.
 
-    Args:
-        config: settings of the columns.
-        tokenizer: the trained model's.
-        completion: column of completions. Without it, the last message of each conversation is its completion.
-        source: the data set, its split and its configuration on the hub.
-        rows: rows in place of the data set.
-        group: configuration group of the source in messages.
+    `completion` is the column of completions. Without it, the last message of each conversation is its completion.
     """
-    dataset, split, config_name = source
-    if rows is not None:
-        found, name = from_python(rows, group), group
-    elif dataset is None:
+    if (found := rows_of(source, rows, group, group)) is None:
         raise ConfigError(
             f"{group}.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id"
         )
-    else:
-        found, name = read_dataset(dataset, split=split, config_name=config_name, group=group), repr(dataset)
-    found = with_answers(found, config.column, completion)
-    prompts = Prompts(found, tokenizer, config.prompts(), name=name, keys="data")
+    name = found[1]
+    prompts = Prompts(
+        with_answers(found[0], config.column, completion), tokenizer, config.prompts(), name=name, keys="data"
+    )
     for start in range(0, len(prompts.kept), CHUNK):
         batch = prompts.batch(start, min(CHUNK, len(prompts.kept) - start))
         for index, (prompt, text) in enumerate(zip(batch.prompts, batch.texts, strict=True)):

@@ -148,7 +148,7 @@ def load_examples(
     encode, column = encoding(args, model)
     data, notes = args.data, [*model.notes]
 
-    def read(source: tuple[str | None, str, str | None], rows: Rows | None, group: str) -> list[Example]:
+    def read(source: Any, rows: Rows | None, group: str) -> list[Example]:
         examples, dropped = examples_of(read_rows(data, model.tokenizer, column, source, rows, group), encode)
         if dropped:
             notes.append(f"{dropped} of {len(examples) + dropped} rows of {group} are too long and are dropped")
@@ -157,12 +157,12 @@ def load_examples(
     if held_out is not None and (data.held_out or args.eval.dataset):
         key = "eval.dataset" if args.eval.dataset else "data.held_out"
         raise ConfigError(f"eval_dataset and {key} are both given; leave one of them out")
-    examples = read((data.dataset, data.split, data.config_name), train, "data")
+    examples = read(data, train, "data")
     if held_out is None and args.eval.dataset is None:
         if args.eval.every and not data.held_out:
             raise ConfigError(f"eval.every is {args.eval.every}, and no rows are held out; leave it out")
         return *split(examples, data.held_out, args.seed), notes
-    return examples, read((args.eval.dataset, args.eval.split, args.eval.config_name), held_out, "eval"), notes
+    return examples, read(args.eval, held_out, "eval"), notes
 
 
 def encoding(args: OfflineSettings, model: Model) -> tuple[Callable[[Row], Example | None], str]:

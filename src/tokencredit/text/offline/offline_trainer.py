@@ -36,7 +36,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.offline import DPOConfig, OfflineSettings
 from tokencredit.settings.run_kind import run_kind_of
-from tokencredit.text.data.prompts import permutation
+from tokencredit.text.data.prompts import shuffled
 from tokencredit.text.models.model_loading import check_origin
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.offline.examples import Example
@@ -148,8 +148,7 @@ class OfflineTrainer:
 
     def _position(self, place: int) -> int:
         """Index of the example at a place of the endless sequence."""
-        epoch, offset = divmod(place, len(self.examples))
-        return int(permutation(len(self.examples), self.args.seed, epoch)[offset])
+        return shuffled(place, len(self.examples), self.args.seed)
 
     def _step(self, number: int, rows: Sequence[Example]) -> dict[str, float]:
         """Take a step on a batch, unless its loss or gradient is not finite; returns its metrics."""
