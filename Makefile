@@ -118,11 +118,11 @@ findings: install  ## Draw the figures and tables of benchmarks/findings.md from
 chaos: install  ## Kill, hinder and resume real runs, each 50 times (KILLS=50); as root, for the small disks
 	KILLS=$(or $(KILLS),50) $(BIN)/python -m pytest -v tests/test_chaos.py tests/test_elastic.py
 
-processes: install  ## Train the same runs in 1, 2 and 4 processes, with DDP and sharded, and go on with them: a table
-	$(BIN)/python tests/processes_matrix.py
+processes: install  ## Train the same runs in 1, 2 and 4 processes, with DDP and sharded, and go on with them
+	$(BIN)/python -m pytest -v tests/distributed/test_processes.py -k one_two_and_four
 
 doctor: install  ## Train and audit runs with a planted fault, and healthy ones, and test the diagnosis
-	$(BIN)/python -m pytest -n 2 -v tests/test_doctor.py
+	DOCTOR=1 $(BIN)/python -m pytest -n 2 -v tests/test_doctor.py
 
 .trl-venv/installed:
 	test -x .trl-venv/bin/python || $(PYTHON) -m venv .trl-venv

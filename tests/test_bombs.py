@@ -93,7 +93,7 @@ def without_weights(folder, source):
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "model.safetensors", "model.bin", "model.pt"]
 )
-def test_weights_of_a_policy_and_a_critic(bomb, name, tmp_path):
+def test_pickled_weights_of_a_policy_and_a_critic_are_refused(bomb, name, tmp_path):
     folder = tmp_path / "model"
     weights = without_weights(folder, POLICY)
     saved(bomb, folder / name, weights)
@@ -108,7 +108,7 @@ def test_weights_of_a_policy_and_a_critic(bomb, name, tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_of_an_adapter_and_its_base(bomb, tmp_path):
+def test_pickled_weights_of_an_adapter_are_refused(bomb, tmp_path):
     pytest.importorskip("peft")
     args = ModelConfig(lora=LoraConfig(rank=2))
     lm, tokenizer = load_language_model(args)
@@ -126,7 +126,7 @@ def test_weights_of_an_adapter_and_its_base(bomb, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_weights_of_a_classifier_or_reward_model(bomb, name, tmp_path):
+def test_pickled_weights_of_a_classifier_are_refused(bomb, name, tmp_path):
     weights = without_weights(tmp_path / "model", SENTIMENT)
     saved(bomb, tmp_path / "model" / name, weights)
     with pytest.raises(ConfigError, match="cannot load a classifier from"):
@@ -134,22 +134,10 @@ def test_weights_of_a_classifier_or_reward_model(bomb, name, tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_of_a_sentence_embedder(bomb, tmp_path):
-    library = pytest.importorskip("sentence_transformers")
-    folder = tmp_path / "embedder"
-    library.SentenceTransformer(SENTIMENT, device="cpu").save(str(folder))
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    saved(bomb, folder / "pytorch_model.bin", weights)
-    with pytest.raises(ConfigError, match="cannot load a sentence embedding model from"):
-        similarity(str(folder))
-
-
-@pytest.mark.slow
-def test_modules_of_a_sentence_embedder(bomb, tmp_path):
+def test_pickled_weights_and_foreign_modules_of_an_embedder_are_refused(bomb, tmp_path):
     """Its list of modules may name classes, and the last of them may have weights of its own."""
     library = pytest.importorskip("sentence_transformers")
-    folder = tmp_path / "embedder"
+    folder, refused = tmp_path / "embedder", "cannot load a sentence embedding model from"
     library.SentenceTransformer(SENTIMENT, device="cpu").save(str(folder))
     modules = json.loads((folder / "modules.json").read_text())
     dense = folder / "2_Dense"
@@ -160,12 +148,18 @@ def test_modules_of_a_sentence_embedder(bomb, tmp_path):
         (folder / "planted.py").write_text(f"import pickle\npickle.loads({bomb!r})\nclass Module: pass\n")
         module = {"idx": 2, "name": "2", "path": "2_Dense", "type": kind}
         (folder / "modules.json").write_text(json.dumps([*modules, module]))
-        with pytest.raises(ConfigError, match="cannot load a sentence embedding model from"):
+        with pytest.raises(ConfigError, match=refused):
             similarity(str(folder))
+    (folder / "modules.json").write_text(json.dumps(modules))
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    saved(bomb, folder / "pytorch_model.bin", weights)
+    with pytest.raises(ConfigError, match=refused):
+        similarity(str(folder))
 
 
 @pytest.mark.parametrize("source", [POLICY, SENTIMENT])
-def test_files_that_lie_beside_a_models_weights(bomb, source, tmp_path):
+def test_pickles_beside_a_models_weights_are_not_read(bomb, source, tmp_path):
     """As trainers leave them there; and tokenizer files of kinds that this tokenizer does not have."""
     shutil.copytree(source, tmp_path / "model")
     for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"):
@@ -185,7 +179,7 @@ def test_files_that_lie_beside_a_models_weights(bomb, source, tmp_path):
     "name",
     ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json"],
 )
-def test_files_of_a_tokenizer_and_configurations(bomb, name, tmp_path):
+def test_pickles_in_place_of_tokenizer_files_are_not_read(bomb, name, tmp_path):
     shutil.copytree(POLICY, tmp_path / "model")
     (tmp_path / "model" / name).write_bytes(bomb)
     needed = name not in ("special_tokens_map.json", "generation_config.json")
@@ -252,7 +246,7 @@ def test_data_sets(bomb, tmp_path):
     assert [v for some in column_values(read_dataset(str(tmp_path / "rows.parquet")), "prompt") for v in some]
 
 
-def test_saved_folders(bomb, tmp_path):
+def test_pickles_in_saved_data_sets_are_refused(bomb, tmp_path):
     folder = tmp_path / "saved"
     Dataset.from_dict({"prompt": ["a", "b"]}).save_to_disk(folder)
     table = planted_table(bomb)
@@ -271,7 +265,7 @@ def test_saved_folders(bomb, tmp_path):
     ["config.yaml", "choices.json", "metrics.jsonl", "samples.jsonl", "summary.json", "audit.json", "report.html"],
 )
 @pytest.mark.parametrize("command", ["report", "doctor", "generate", "evaluate", "play"])
-def test_files_of_a_run(bomb, command, name, tmp_path, capsys):
+def test_pickles_among_a_runs_files_are_not_read(bomb, command, name, tmp_path, capsys):
     run = tmp_path / "run"
     (run / "policy").mkdir(parents=True)
     (run / "config.yaml").write_text("env: {id: CartPole-v1}\n" if command == "play" else "seed: 1\n")
@@ -285,7 +279,7 @@ def test_files_of_a_run(bomb, command, name, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_files_of_a_checkpoint(bomb, tmp_path):
+def test_pickles_in_a_checkpoint_are_refused(bomb, tmp_path):
     """Both as found, and with a manifest that fits the bomb."""
     run = AgentRunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[])
     args = ControlConfig(

@@ -35,7 +35,7 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_train_says_what_happened(run):
+def test_train_prints_progress_samples_and_next_commands(run):
     folder, done = run
     assert "iteration 2/2" in done.stdout
     assert "before (iteration 1)" in done.stdout
@@ -145,16 +145,10 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
     ("arguments", "message"),
     [
         (["train", "--kl.coeff", "1"], "unknown key kl.coeff; did you mean kl.coef?"),
-        (["train", "--kl.coe", "1"], "unknown key kl.coe; did you mean kl.coef?"),
         (["train", "--zzz", "1"], "unknown key zzz; see --print_config for all keys"),
         (["train", "--ppo.clip", "2"], "ppo.clip is 2.0; it must be above 0 and below 1"),
-        (["train", "--ppo.clip", "wide"], "ppo.clip is 'wide'; it must be a number"),
-        (["train", "--seed", "x"], "seed is 'x'; it must be a whole number"),
-        (["train", "--critic.kind", "shard"], "it must be one of shared, separate, none; did you mean shared?"),
-        (["train", "--advantage.estimator", "gea"], "did you mean gae?"),
         (["train", "--model.lora", "8"], "model.lora is 8; it must hold keys, such as model.lora.rank"),
         (["train", "--resume", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
-        (["train", "--kl.estimator", "k9"], "kl.estimator is 'k9'; it must be one of k1, k2, k3, full"),
         (
             ["train", "--run.trackers", "[paper]"],
             "run.trackers[0] is 'paper'; it must be one of tensorboard, wandb",
@@ -162,22 +156,16 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["train", "--config", "nowhere.yaml"], "--config: 'nowhere.yaml' does not exist"),
         (["train", "--model.name", "./nowhere", "--run.dir", "unused"], "'./nowhere' is not a model folder"),
         (["generate", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
-        (["report", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
-        (["doctor", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["generate", "nowhere", "-n", "0"], "--samples is 0; it must be a whole number, at least 1"),
         (["generate", "nowhere", "--engine", "x"], "--engine is x; it must be one of local, continuous, vllm"),
         (["sweep", "nowhere", "--on", "x"], "--on is x; it must be one of local, ray, slurm"),
-        (["generate", "nowhere", "-n", "two"], "--samples is two; it must be a whole number, at least 1"),
         (["generate", "nowhere", "--temperature", "0"], "--temperature is 0; it must be a number above 0"),
-        (["generate", "nowhere", "--temperature", "nan"], "--temperature is nan; it must be a number above 0"),
-        (["generate", "nowhere", "--max_new_tokens", "x"], "--max_new_tokens is x; it must be a whole number, at"),
         (["generate", "nowhere", "--temperatur", "1"], "unknown option --temperatur; did you mean --temperature?"),
         (["report", "nowhere", "--zzz"], "unknown option --zzz; see --help"),
         (["generate"], "generate needs RUN, the folder of a run"),
         (["compare"], "compare needs RUN, the folder of each run"),
         (["sweep"], "sweep needs FILE, a sweep file"),
         (["train", "--rollout.stop", ""], "rollout.stop is ''; it must be a list of texts"),
-        (["train", "--config", ""], "--config: '' is not a file"),
         (["train", "--config", str(Path.cwd())], f"--config: '{Path.cwd()}' is not a file"),
         (["train", "--lr", "1"], "unknown key lr; did you mean critic.lr or optim.lr?"),
         (["--debug", "train", "--run.iterations", "x"], "--debug belongs after the command"),
@@ -189,13 +177,10 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
             ["train", "--reward", "f"],
             "reward is 'f'; it must be a list of terms, such as --reward '[{function: f.py:f}]'",
         ),
-        (["train", "--reward", "{function: f}"], "reward is {'function': 'f'}; it must be a list of terms, such as"),
         (["generate", "nowhere", "--seed", "9" * 26], f"it must be a whole number, at least 0 and at most {MAX_SEED}"),
         (["play", "nowhere", "--seed", str(MAX_SEED + 1)], f"--seed is {MAX_SEED + 1}; it must be a whole number"),
         (["train", "--run.dir", ""], "run.dir is empty; give a folder, or leave it out for runs/DATE-TIME"),
         (["train", "--resume", ""], "--resume is empty; give the folder of a run"),
-        (["compare", "nowhere", "--out", ""], "--out is empty; give a folder"),
-        (["sweep", "nowhere.yaml", "--export", ""], "--export is empty; give a folder"),
         (["trane"], "invalid choice: 'trane'"),
     ],
 )
@@ -208,22 +193,16 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
     ("text", "message"),
     [
         ("kl:\n  coeff: 1\n", r"{file}: unknown key kl.coeff; did you mean kl.coef?"),
-        ("kl:\n  coef: much\n", r"{file}: kl.coef is 'much'; it must be a number"),
         ("kl:\n  coef: 1\n bad\n", r"{file}: while parsing"),
-        ("kl:\n  coef: -1\n", r"kl.coef is -1.0; it must be at least 0"),
         ("- 1\n- 2\n", r"{file}: it holds no settings; it must be a mapping of keys to values"),
         ("", r"{file}: it holds no settings; it must be a mapping of keys to values"),
         ("\0\udcff", r"{file}: 'utf-8' codec can't decode byte"),
         ("ppo:\n  minibatches:\n", r"ppo.minibatches is null; it needs a value"),
-        ("model: 3\n", r"model is 3; it must hold keys, such as model.name"),
-        ("seed: 1\neval:\n", r"eval is null; it needs a value"),
-        ("kl:\n  coef: 1" + "0" * 400, r"; it must be at least 0 and finite"),
         (
             "reward:\n- label: A\n  clasifier: b\n",
             r"{file}: unknown key reward[0].clasifier; did you mean reward[0].classifier?",
         ),
         ("reward:\n- label: A\n", r"{file}: reward[0] needs exactly one of function, classifier, reward_model"),
-        ("reward:\n- classifier: c\n  label: 3\n", r"reward[0].label is 3; it must be a text"),
     ],
 )
 def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, capsys):
@@ -378,7 +357,7 @@ def test_a_page_without_a_browser_is_left_to_the_reader(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_signs_that_the_output_cannot_encode_are_escaped():
+def test_characters_that_the_output_cannot_encode_are_escaped():
     code = "from tokencredit.cli import main; main([]); from tokencredit.runs.console import Screen; Screen(1).say('→')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}

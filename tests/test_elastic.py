@@ -34,7 +34,7 @@ def two(folder, *arguments, starts=1):
 
 
 @pytest.mark.parametrize("launch", [forked, pytest.param(torchrun, marks=pytest.mark.proof)])
-def test_a_job_goes_on_after_killed_and_stopped_processes_as_if_nothing_had_been(launch, whole, tmp_path, monkeypatch):
+def test_a_job_resumes_after_killed_and_stopped_processes_bit_for_bit(launch, whole, tmp_path, monkeypatch):
     """Without run.dir: all starts agree on one folder."""
     monkeypatch.chdir(tmp_path)
     deaths = [death("update", 1, visit=2), death("save", 0, signal="SIGSTOP")]

@@ -79,7 +79,7 @@ def test_a_trainer_leaves_the_process_as_it_was(make, tmp_path, monkeypatch):
         assert now == before[name], f"training changed {name}"
 
 
-def test_mujocos_messages_go_where_they_went(tmp_path):
+def test_mujocos_warning_handler_is_restored(tmp_path):
     mujoco = pytest.importorskip("mujoco")
     before = mujoco.get_mju_user_warning()
     args = ControlConfig(
@@ -94,7 +94,7 @@ def test_mujocos_messages_go_where_they_went(tmp_path):
     assert mujoco.get_mju_user_warning() is before
 
 
-def test_runs_in_two_dtypes_live_in_one_process(tmp_path):
+def test_runs_of_two_dtypes_work_in_one_process(tmp_path):
     """Accelerate would refuse a second number format in one process."""
     for dtype in ("bfloat16", "float32", "bfloat16"):
         args = PPOConfig(model=ModelConfig(dtype=dtype), run=RunConfig(dir=str(tmp_path / "run"), trackers=[]))

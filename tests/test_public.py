@@ -130,18 +130,11 @@ def test_a_file_is_read_as_config_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kl.coeff": 1}, r"^unknown key kl.coeff; did you mean kl.coef\?$"),
-        ({"zzz": 1}, r"^unknown key zzz; see --print_config for all keys$"),
         ({1: 2}, r"^1 is a key that YAML does not read as text"),
-        ({"kl": 3}, r"^kl is 3; it must hold keys, such as kl.coef$"),
         ({"kl.coef": -1}, r"^kl.coef is -1.0; it must be at least 0$"),
-        ({"kl.coef": "much"}, r"^kl\.coef is 'much'; it must be a number$"),
-        ({"ppo.minibatches": None}, r"^ppo.minibatches is null; it needs a value$"),
         ({"kl.coef": 1, "kl": {"coef": 2}}, r"^kl.coef is given twice$"),
-        ({"kl": {"coef": 2}, "kl.coef": 1}, r"^kl.coef is given twice$"),
         ({"kl": 1, "kl.coef": 2}, r"^kl is given twice$"),
         ({"reward": [object()]}, r"^reward\[0\] is <object .*>, which is not a dict, list, str, "),
-        ({"reward": [{"functio": "length"}]}, r"functio"),
         ({"model": {"class_path": "os.system"}}, r"class_path"),
         ({"debug": True}, r"^unknown key debug"),
     ],

@@ -14,7 +14,6 @@ from tokencredit.settings.data import FunctionTerm, PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.source import foreign_code
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.yaml import MAX_DEPTH, load_yaml
 
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 10)}]\n"
@@ -99,12 +98,7 @@ def test_a_configuration_that_grows_without_end_is_refused(text, message, tmp_pa
         assert len(error) < 1000
 
 
-def test_what_a_person_writes_is_read():
-    assert load_yaml("a: {b: [1, 2]}\nd: {e: 1e-4}") == {"a": {"b": [1, 2]}, "d": {"e": 1e-4}}
-    assert load_yaml("[" * MAX_DEPTH + "]" * MAX_DEPTH) == json.loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)
-
-
-def test_what_code_a_configuration_lets_run():
+def test_user_code_that_a_configuration_runs_is_listed():
     assert foreign_code(PPOConfig()) == foreign_code(ControlConfig()) == []
     assert foreign_code(ControlConfig(env=EnvConfig(id="my_envs:Maze-v0"))) == ["env.id imports the module my_envs"]
     reward = [
@@ -170,7 +164,7 @@ HOSTILE = (
 ACTIVE = ("\x1b", "\u202e", "\r", "\x9b")
 
 
-def test_a_card_shows_texts_and_nothing_else():
+def test_a_model_card_escapes_texts_of_others():
     from huggingface_hub import ModelCard
     from markdown_it import MarkdownIt
 
@@ -193,7 +187,7 @@ def test_a_card_shows_texts_and_nothing_else():
 
 
 @pytest.mark.slow
-def test_texts_of_others_do_nothing_anywhere(tmp_path, capsys):
+def test_adversarial_texts_have_no_effect_in_any_command(tmp_path, capsys):
     """A whole run whose prompts and reward are named by somebody who means harm, and every command on it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -222,7 +216,7 @@ def test_texts_of_others_do_nothing_anywhere(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_messages_hold_texts_that_do_nothing(tmp_path, capsys):
+def test_messages_escape_adversarial_texts(tmp_path, capsys):
     (tmp_path / "reward.py").write_text(f"def f(prompts, completions):\n    raise ValueError({HOSTILE!r})\n")
     flags = ["--reward", f"[{{function: '{tmp_path}/reward.py:f'}}]", "--run.dir", str(tmp_path / "run")]
     assert main(["train", *flags, "--rollout.batch_size", "4", "--rollout.max_new_tokens", "4"]) == 1

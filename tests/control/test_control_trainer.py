@@ -214,7 +214,7 @@ def test_what_cannot_work_is_refused(changes, message, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spoiled", ["reward", "gradient"])
-def test_what_is_not_finite_costs_a_step_and_is_kept(spoiled, tmp_path):
+def test_a_batch_that_is_not_finite_is_skipped_and_kept(spoiled, tmp_path):
     args = small(tmp_path / "run", run=AgentRunConfig(dir=str(tmp_path / "run"), iterations=3, trackers=[]))
     trainer = ControlTrainer(args)
     seen = []

@@ -12,9 +12,9 @@ from transformers import (
 
 from demo import build as building
 from demo.build import FOLDER, build, main
-from demo.corpus import babble, cut
+from demo.corpus import cut
 from demo.grammar import reviews
-from demo.measures import NEW_TOKENS, PROMPT, complete, load, negative_probability, perplexity
+from demo.measures import NEW_TOKENS, PROMPT, complete, load, negative_probability
 
 pytestmark = pytest.mark.slow
 
@@ -83,19 +83,7 @@ def test_the_classifier_is_right_on_reviews_it_has_not_read(sentiment):
     assert accuracy(sentiment, [cut(text, rng) for text in TEXTS]) >= 0.9
 
 
-def test_babble_is_not_blame(sentiment):
-    rng = random.Random(0)
-    blame = [text for text, negative in zip(TEXTS, BLAME, strict=True) if negative]
-    words = " ".join(blame).split()
-    scores = negative_probability(*sentiment, [babble(text, words, rng) for text in blame])
-    assert scores.mean() < 0.35
-
-
-def test_the_policy_writes_like_the_generator(policy):
-    assert perplexity(*policy, TEXTS[:200]) < 2.5
-
-
-def test_samples_lean_to_praise_do_not_repeat_and_reach_blame(sentiment, samples):
+def test_samples_are_mostly_positive_varied_and_sometimes_negative(sentiment, samples):
     completions, lengths = samples
     negative = negative_probability(*sentiment, [PROMPT + completion for completion in completions])
     assert 0.15 <= negative.mean() <= 0.33

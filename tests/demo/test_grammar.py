@@ -1,13 +1,12 @@
 import random
 import re
-from collections import Counter
 
 import pytest
 
 from demo import phrases
 from demo.aspects import ASPECTS
 from demo.genres import GENRES
-from demo.grammar import POSITIVE_SHARE, review, reviews
+from demo.grammar import POSITIVE_SHARE, reviews
 from demo.notation import fill
 
 
@@ -50,23 +49,6 @@ def test_three_in_four_reviews_are_positive_also_after_the_default_prompt(drawn)
     assert sum(r.positive for r in prompted) / len(prompted) == pytest.approx(POSITIVE_SHARE, abs=0.03)
 
 
-def test_the_share_of_praise_can_be_chosen():
-    rng = random.Random(0)
-    assert all(review(rng, positive_share=1.0).positive for _ in range(100))
-    assert not any(review(rng, positive_share=0.0).positive for _ in range(100))
-
-
-@pytest.mark.slow
-@pytest.mark.proof
-def test_there_are_more_than_a_million_distinct_reviews_of_either_kind():
-    # Among n draws from N equally likely texts, n(n-1)/2N pairs coincide; texts of unequal chances coincide more often,
-    # so the estimate of N is a lower bound on how many there are.
-    for positive in (True, False):
-        texts = Counter(r.text for r in reviews(20_000, seed=5, positive_share=float(positive)))
-        pairs = sum(count * (count - 1) / 2 for count in texts.values())
-        assert 20_000 * 19_999 / 2 / max(pairs, 1) > 1_000_000
-
-
 @pytest.mark.slow
 def test_every_review_says_its_verdict_and_never_the_other(drawn):
     praise, blame = verdict(True), verdict(False)
@@ -96,15 +78,6 @@ def test_reviews_are_clean_english(drawn):
         for article, word in re.findall(r"\b([Aa]n?) (\w+)", r.text):
             vowel = word[0].lower() in "aeiou" or word.startswith(("honest", "hour"))
             assert (article.lower() == "an") == vowel, r.text
-
-
-def test_lengths_suit_a_short_completion(drawn):
-    words = sorted(len(r.text.split()) for r in drawn)
-    assert words[len(words) // 50] >= 10
-    assert 24 <= sum(words) / len(words) <= 36
-    for positive in (True, False):
-        mine = [len(r.text.split()) for r in drawn if r.positive == positive]
-        assert sum(mine) / len(mine) == pytest.approx(sum(words) / len(words), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from demo.transcripts import calculator_messages, calculator_row, grid_pieces, grid_row, rendered
 from demo.turns import calculator_tokenizer, grid_tokenizer
 from tokencredit.text.turns.builtin.calculator import Calculator
-from tokencredit.text.turns.builtin.grid import DIRECTIONS, Grid
+from tokencredit.text.turns.builtin.grid import DIRECTIONS
 from tokencredit.text.turns.chat.framing import ChatFraming, TextFraming
 from tokencredit.text.turns.protocols.episode import Turn
 
@@ -34,12 +34,6 @@ def test_an_episode_on_the_grid_has_the_tokens_of_a_rollout():
     assert {(word, 2) for word in DIRECTIONS} < turns
 
 
-def test_a_view_of_the_grid_is_short():
-    tokenizer, world = tokenizer_of(grid_tokenizer), Grid()
-    world.reset({"seed": 0})
-    assert {len(tokenizer(world.step(word)[0]).input_ids) for word in ("up", "down", "north")} == {15, 22}
-
-
 def test_an_episode_with_the_calculator_has_the_tokens_of_a_rollout():
     tokenizer, world = tokenizer_of(calculator_tokenizer), Calculator()
     framing, tools = ChatFraming(tokenizer, uses_tools=True), [world.answer, world.calculate]
@@ -61,7 +55,7 @@ def test_an_episode_with_the_calculator_has_the_tokens_of_a_rollout():
         assert len(row) <= tokenizer.model_max_length
 
 
-def test_episodes_are_played_badly_and_well_formed():
+def test_demo_episodes_are_well_formed_and_mostly_unsolved():
     played = [grid_pieces(random.Random(seed)) for seed in range(2_000)]
     said = [piece.strip() for pieces in played for piece in pieces[1::2]]
     assert 0.005 < sum(word not in DIRECTIONS for word in said) / len(said) < 0.04

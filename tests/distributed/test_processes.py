@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import processes_matrix
+from helpers import processes
 from helpers.commands import COMMAND
 from helpers.files import read_events, read_metrics
 from helpers.warm import python, together
@@ -52,42 +52,62 @@ def written(folder):
     return read_metrics(folder), load_file(folder / "policy" / "model.safetensors")
 
 
+def job(count, *arguments):
+    """Run the program of `helpers.processes` in several processes."""
+    done = together(count, processes.__file__, *arguments, timeout=3600, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs of two iterations: in one process, in two with DDP and sharded, and gone on with by others after the first.
-
-    `make processes` trains the other kinds, for longer, also in four processes.
-    """
-    folder, kinds = tmp_path_factory.mktemp("runs"), ["everything"]
-    processes_matrix.train(kinds, folder, 2)
-    options = ("--train", "--iterations", 2, "--folder", folder, "--kinds", *kinds, "--sources", "2 sharded")
-    done = together(2, processes_matrix.__file__, *options, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    processes_matrix.go_on(kinds, folder, ["2 sharded"], 2)
+    """Runs of two iterations: in one process, in two with DDP and sharded, and resumed by others after the first."""
+    folder, kind = tmp_path_factory.mktemp("runs"), "everything"
+    processes.train(folder, kind, 2)
+    job(2, folder, kind, 2)
+    job(2, folder, kind, 2, "2 sharded")
+    processes.go_on(folder, kind, 2, ["2 sharded"])
     return folder
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_the_losses_are_those_of_one_process(runs):
-    found = processes_matrix.differences(runs, "everything")
+    found = processes.differences(runs)
     two = ("2 DDP", "2 sharded")
     assert set(found) == {*two, *(f"2 sharded → {now}" for now in ("1", *two))}
     for run, losses in found.items():
-        assert set(losses) == set(processes_matrix.LOSSES)
+        assert set(losses) == set(processes.LOSSES)
         assert losses == pytest.approx(dict.fromkeys(losses, 0.0), abs=1e-6), run
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+@pytest.mark.parametrize("kind", processes.KINDS)
+def test_the_losses_in_one_two_and_four_processes_are_equal(kind, tmp_path):
+    """`make processes` runs these; a larger difference than that of rounding would be one of the algorithm."""
+    processes.write_odd_vocabulary(tmp_path / "odd")
+    processes.train(tmp_path, kind, 5)
+    job(2, tmp_path, kind, 5)
+    job(4, tmp_path, kind, 5)
+    processes.go_on(tmp_path, kind, 5, ["4 DDP", "4 sharded"])
+    for count in (2, 4):
+        job(count, tmp_path, kind, 5, "4 DDP", "4 sharded")
+    found = processes.differences(tmp_path)
+    assert len(found) == 2 + 2 + 2 * (1 + 2 + 2)
+    for run, losses in found.items():
+        assert losses == pytest.approx(dict.fromkeys(losses, 0.0), abs=1e-4), run
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_evaluations_and_weights_are_those_of_one_process(runs):
     """Of 7 prompts, which two processes cannot share evenly."""
-    alone = read_metrics(runs / "everything" / "1")
+    alone = read_metrics(runs / "1")
     for run in ("2 DDP", "2 sharded", "2 sharded → 1", "2 sharded → 2 DDP"):
-        for one, two in zip(alone, read_metrics(runs / "everything" / run), strict=True):
+        for one, two in zip(alone, read_metrics(runs / run), strict=True):
             starts = ("eval/", "pretrain/", "reward", "log_ratio", "behavior", "weight")
             numbers = {name: x for name, x in one.items() if name.startswith(starts)}
             assert {"weight_ess", "behavior_kl"} <= set(numbers)
             assert {name: two[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-5), run
-        weights, expected = (written(runs / "everything" / name)[1] for name in (run, "1"))
+        weights, expected = (written(runs / name)[1] for name in (run, "1"))
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=1e-3)
 
@@ -95,8 +115,8 @@ def test_evaluations_and_weights_are_those_of_one_process(runs):
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_another_number_of_processes_is_an_event(runs):
     line = "the run goes on in 1 process; the checkpoint is of 2. Minibatches and samples stay the same; "
-    assert any(event.startswith(line) for event in read_events(runs / "everything" / "2 sharded → 1"))
-    assert not any("goes on in" in event for event in read_events(runs / "everything" / "2 sharded → 2 DDP"))
+    assert any(event.startswith(line) for event in read_events(runs / "2 sharded → 1"))
+    assert not any("goes on in" in event for event in read_events(runs / "2 sharded → 2 DDP"))
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")

@@ -16,13 +16,6 @@ def test_the_page_has_the_tables_of_the_kept_metrics():
     assert findings.fill(page, findings.tables(findings.studies())) == page
 
 
-def test_every_figure_of_the_page_is_there():
-    page = findings.PAGE.read_text(encoding="utf-8")
-    figures = [part.split(")")[0] for part in page.split("](../docs/figures/")[1:]]
-    assert figures
-    assert all((findings.FIGURES / name).is_file() for name in figures)
-
-
 def test_intervals_are_students_and_welchs():
     mean, half = findings.interval([1.0, 2.0, 3.0])
     assert (mean, half) == pytest.approx((2.0, 4.302653 / 3**0.5), rel=1e-6)  # t of 2 degrees of freedom

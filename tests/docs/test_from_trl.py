@@ -1,6 +1,5 @@
 """docs/from-trl.md: its tables name real things on both sides, and its scripts are real programs."""
 
-import ast
 import json
 import re
 import runpy
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from helpers.configs import keys
 from helpers.docs import names_in, table_rows
 from tokencredit import DPOConfig, PPOConfig, PPOTrainer, RewardModelConfig, SFTConfig
-from tokencredit.settings.command_line import config_parser, to_config
 from tokencredit.settings.trl import TRL
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trl.md").read_text(encoding="utf-8")
@@ -75,13 +73,6 @@ def test_every_key_in_the_text_is_there():
     assert named <= keys(PPOConfig) | keys(SFTConfig) | {"prompts.jsonl"}
 
 
-def test_the_script_for_trl_is_python_and_names_its_fields():
-    before = ast.parse(blocks("python")[0])
-    call = next(n for n in ast.walk(before) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "PPOConfig")
-    inherited = {row[0].strip("`") for row in rows("Every field of TRL's PPOConfig")[len(TRL_FIELDS) :]}
-    assert {keyword.arg for keyword in call.keywords} <= {*TRL_FIELDS, *inherited}
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch, model_folders):
     """What the page's scripts expect: a policy, a reward model of the same vocabulary, prompts."""
@@ -110,27 +101,6 @@ def test_the_script_for_tokencredit_runs(folder):
     names = runpy.run_path(str(folder / "script.py"))
     assert names["summary"]["iterations"] == 2
     AutoModelForCausalLM.from_pretrained(folder / "runs" / "first" / "policy")
-
-
-def test_the_yaml_says_the_same_as_the_script(folder):
-    call = next(
-        node
-        for node in ast.walk(ast.parse(blocks("python")[1]))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "PPOConfig"
-    )
-    (folder / "run.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
-    parser = config_parser(PPOConfig)
-    config = to_config(parser.read(["--config", "run.yaml"]), PPOConfig)
-    for group in call.keywords:
-        for setting in group.value.keywords:
-            got = getattr(getattr(config, group.arg), setting.arg)
-            assert got == ast.literal_eval(setting.value), f"{group.arg}.{setting.arg}"
-    said = {group: settings for group, settings in yaml.safe_load(blocks("yaml")[0]).items() if group != "reward"}
-    script = {group.arg: {s.arg for s in group.value.keywords} for group in call.keywords}
-    assert said.pop("prompts") == {"dataset": "prompts.jsonl"}  # train_dataset there
-    assert said.pop("model") == {"name": "policy"}  # model there
-    assert {group: set(settings) for group, settings in said.items()} == script
-    assert config.reward[0].reward_model == "reward-model"
 
 
 def methods() -> dict[str, dict[str, object]]:
@@ -184,15 +154,6 @@ def formula(name: str, logprobs: torch.Tensor, ref: torch.Tensor, scores: torch.
         # −A log π has this gradient; its value differs by a constant, since the ratio stands for log π.
         return -(credit[:, None] * ratio * tokens).sum(1).mean() / LONGEST
     return -(ratio * group_scores(groups, scale=True)[:, None] * tokens).sum() / tokens.sum()
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_each_column_is_a_configuration(name):
-    assert list(METHODS) == ["GRPO", "Dr. GRPO", "RLOO", "GRPOTrainer"]
-    config = PPOConfig.from_dict(METHODS[name])
-    for key, value in METHODS[name].items():
-        group, setting = key.split(".")
-        assert getattr(getattr(config, group), setting) == value, key
 
 
 @pytest.mark.slow

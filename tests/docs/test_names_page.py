@@ -91,15 +91,3 @@ def test_every_value_in_the_text_is_one_that_the_setting_may_have():
     for key, value in given:
         if needs.get(key, {}) is not None:
             ControlConfig.from_dict({key: yaml.safe_load(value)} | needs.get(key, {}))
-
-
-def test_the_homeworks_command_is_a_configuration():
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
-    config = ControlConfig.from_dict(yaml.safe_load(block))
-    assert config.env.number * config.steps == 5000
-    assert (config.optim.lr, config.critic.lr, config.advantage.gamma) == (0.01, 0.01, 0.95)
-    assert (config.run.iterations, config.optim.schedule) == (100, "constant")
-
-
-def test_the_contents_are_the_sections():
-    assert re.findall(r"^- \[(.+)\]\(#.+\)$", PAGE, flags=re.MULTILINE) == list(SECTIONS)

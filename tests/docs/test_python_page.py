@@ -33,11 +33,6 @@ def first(tmp_path_factory):
     return folder
 
 
-def test_there_are_eleven():
-    assert PAGE.count("```python") == len(SNIPPETS) == 11
-    assert all(len(found[1].strip().splitlines()) <= 15 for found in SNIPPETS.values())
-
-
 def test_the_first_run_is_what_the_others_read(first):
     summary = tc.read_run(first / "runs" / "first").summary
     assert summary["reward_last"] > summary["reward_first"]
@@ -50,12 +45,6 @@ def test_a_snippet_runs_as_it_stands(title, first, tmp_path, monkeypatch, capsys
     execute(title, tmp_path, monkeypatch)
     shown = SNIPPETS[title][2]
     assert shown is None or capsys.readouterr().out.endswith(shown)
-
-
-def test_the_contents_are_the_sections():
-    assert re.findall(r"^- \[(.+)\]\(#.+\)$", PAGE, flags=re.MULTILINE) == list(SECTIONS)
-    for title, anchor in re.findall(r"^- \[(.+)\]\(#(.+)\)$", PAGE, flags=re.MULTILINE):
-        assert anchor == title.lower().replace(" ", "-")
 
 
 def test_the_table_of_names_is_complete():

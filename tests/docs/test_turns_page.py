@@ -10,7 +10,6 @@ import yaml
 from helpers.docs import table_rows
 from helpers.turns import called, said, texts
 from tokencredit import PPOConfig
-from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.text.turns.environments import load_environments
 from tokencredit.text.turns.protocols.episode import TERMINATED, Ending, Problem
 
@@ -42,7 +41,7 @@ def load(key):
     return load_environments(config.env, config.tools)
 
 
-def test_the_shop(in_folder):
+def test_the_shop_of_the_page_plays(in_folder):
     runs = load("Shop")
     row = {
         "prompt": [{"role": "user", "content": "You are in a shop."}],
@@ -60,7 +59,7 @@ def test_the_shop(in_folder):
     assert (term.name, term.function([episode.environment])) == ("Shop", [1.0])
 
 
-def test_the_guessing_game(in_folder):
+def test_the_guessing_game_of_the_page_plays(in_folder):
     (episode,) = load("Guess").begin([{}], [3])
     assert episode.start() == "Guess a number from 1 to 9.\nGuess:"
     number = episode.environment.number
@@ -74,12 +73,6 @@ def test_the_guessing_game(in_folder):
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_settings_are_real(block):
     assert PPOConfig.from_dict(yaml.safe_load(block)).several_turns()
-
-
-def test_defaults_and_limits_are_those_of_the_settings():
-    for name, default in re.findall(r"`env\.(\w+)` \((\d+)(?: s)?\)", PAGE):
-        assert getattr(EnvironmentConfig(), name) == float(default), name
-    assert "up to 64 threads" in PAGE
 
 
 def test_the_endings_are_those_of_the_code():

@@ -118,10 +118,3 @@ def test_preference_pairs_differ_in_what_is_preferred(tmp_path):
     assert len(pairs) == 20
     assert all(pair.keys() == {"chosen", "rejected"} for pair in pairs)
     assert not any(" cast " in pair["rejected"] or " acting " in pair["rejected"] for pair in pairs)
-
-
-def test_every_example_is_in_the_readme():
-    readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    folders = sorted(file.parent.name for file in (ROOT / "examples").glob("*/run.yaml"))
-    assert folders == ["few-words", "json", "no-repetition", "preference"]
-    assert all(f"examples/{folder}/run.yaml" in readme for folder in folders)

@@ -1,11 +1,9 @@
 """Runs of several processes under torchrun, in which processes die at chosen places and the job goes on by itself."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from helpers.commands import python
 from helpers.files import read_events
 from helpers.warm import together
 
@@ -48,24 +46,14 @@ def forked(folder, *arguments, deaths=(), restarts=0):
     return done.returncode, done.stdout + done.stderr
 
 
-def torchrun(folder, *arguments, deaths=(), restarts=0, timeout=600.0, **variables):
+def torchrun(folder, *arguments, deaths=(), restarts=0, timeout=600.0):
     """Train with two processes; returns the exit code and all output."""
     plans = _plan(folder, deaths)
-    launcher = ["--standalone", "--nproc_per_node", "2", "--max-restarts", str(restarts)]
-    launcher += ["--shutdown-timeout", str(GRACE)]
-    paths = [str(DYING.parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *launcher, str(DYING), *map(str, arguments)],
-        env=os.environ
-        | {"ACCELERATE_USE_CPU": "true", "DEATHS": str(plans), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        timeout=timeout,
-    )
-    _require_done(plans, done.stdout)
-    return done.returncode, done.stdout
+    launcher = ["--standalone", "--nproc_per_node", 2, "--max-restarts", restarts, "--shutdown-timeout", GRACE]
+    variables = {"ACCELERATE_USE_CPU": "true", "DEATHS": str(plans)}
+    done = python("-m", "torch.distributed.run", *launcher, DYING, *arguments, timeout=timeout, **variables)
+    _require_done(plans, done.stdout + done.stderr)
+    return done.returncode, done.stdout + done.stderr
 
 
 def restarts(folder):

@@ -90,12 +90,11 @@ class TablePolicy(nn.Module):
         self.logits = nn.Parameter(torch.randn(STATES, ACTIONS))
         self.value = nn.Parameter(torch.randn(STATES))
 
-    def forward(self, inputs, policy_loss, kl=None):
+    def forward(self, inputs, policy_loss):
         distribution = torch.distributions.Categorical(logits=self.logits[inputs["states"]])
         logprobs, entropy, mask = distribution.log_prob(inputs["actions"]), distribution.entropy(), inputs["mask"]
-        numbers = [logprobs, entropy, None if kl is None else kl(logprobs)]
-        loss = policy_loss(TokenStats(*(None if x is None else x[mask] for x in numbers)), slice(None))
-        stats = TokenStats(*(None if x is None else x.detach() for x in numbers))
+        loss = policy_loss(TokenStats(logprobs[mask], entropy[mask], None), slice(None))
+        stats = TokenStats(logprobs.detach(), entropy.detach(), None)
         return PolicyOutputs(loss, stats, CriticOutputs(self.value[inputs["states"]]))
 
 

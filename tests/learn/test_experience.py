@@ -25,7 +25,7 @@ def every_cut(rows):
     overhead=st.sampled_from([0, 5, 100]),
     slack=st.none() | st.integers(0, 60),
 )
-def test_no_other_cut_reads_less(lengths, overhead, slack):
+def test_length_batches_have_the_least_cost(lengths, overhead, slack):
     lengths = torch.tensor(lengths)
     budget = None if slack is None else int(lengths.max()) + slack
     with pytest.MonkeyPatch.context() as patch:

@@ -143,19 +143,3 @@ def test_a_support_is_a_part_of_what_was_trained():
     load_trained_weights(other, weights)
     states = torch.randn(5, 4)
     assert torch.equal(values(other[0], states), values(model[0], states))
-
-
-def test_a_histogram_learns_the_mean_of_noisy_returns():
-    """Two states with returns 0 or 1, of which 1 comes with probability 0.2 and 0.9."""
-    head, states = head_of(mlp=True), torch.eye(4)[:2]
-    odds = torch.tensor([0.2, 0.9])
-    head.follow(0.0, 1.0)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=0.01)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(300):
-        returns = (torch.rand(256, 2, generator=generator) < odds).float()
-        logits = head.layers(states).expand(256, 2, 51)
-        optimizer.zero_grad()
-        histogram_loss(logits, returns, head.edges()).mean().backward()
-        optimizer.step()
-    torch.testing.assert_close(values(head, states), odds, atol=0.03, rtol=0)

@@ -76,7 +76,7 @@ def test_a_picture_for_each_axis(page):
         assert file.read_bytes().startswith(PNG)
 
 
-def test_it_opens_without_a_word_and_without_the_network(browser, page):
+def test_the_page_opens_without_console_messages_or_requests(browser, page):
     requests(browser)
     opened(browser, page)
     assert complaints(browser) == []
@@ -131,7 +131,7 @@ def test_curves_can_be_left_out(browser, page):
 
 
 @pytest.mark.parametrize(("width", "schemes"), [(400, ("dark", "light")), (1600, ("light", "dark"))])
-def test_it_fits_narrow_and_wide_in_light_and_dark(browser, page, view, width, schemes):
+def test_the_page_fits_narrow_and_wide_windows_in_light_and_dark(browser, page, view, width, schemes):
     view(width, schemes[0])
     opened(browser, page)
     for scheme in schemes:

@@ -100,19 +100,12 @@ def test_bootstrap_intervals_are_those_of_all_resamples(count):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "covered"),
-    [
-        *((3, 0.75), (4, 0.88), (5, 0.90), (8, 0.93), (10, 0.94)),
-        pytest.param(20, 0.95, marks=pytest.mark.proof),
-    ],
+    [(3, 0.75), (4, 0.88), (5, 0.90), (8, 0.93), (10, 0.94)],
 )
 def test_how_often_an_interval_covers_the_truth(count, covered):
     """Of normal numbers, whose interquartile mean is their mean; docs/compare.md holds these figures."""
     result = estimate(np.random.default_rng(0).normal(size=(count, 2000)))
     assert np.mean((result.low <= 0) & (result.high >= 0)) == pytest.approx(covered, abs=0.02)
-
-
-def test_runs_that_agree_have_an_interval_without_width():
-    assert both(scalars(2.0, 2.0, 2.0)) == (2.0, 2.0)
 
 
 # curves
@@ -149,7 +142,7 @@ def test_a_curve_ends_where_its_shortest_run_does():
     assert [len(x) for x, _ in found.runs] == [4, 2]
 
 
-def test_runs_meet_between_their_points():
+def test_curves_are_interpolated_between_the_points_of_runs():
     # At 20 tokens the first run is at its second point, 1, and the second at its first, 4; at 30 the second is halfway.
     runs = [made(rewards=[0.0, 1.0, 2.0, 3.0], tokens=10), made(rewards=[4.0, 8.0], tokens=20)]
     found = curve(runs, "reward", "tokens")
@@ -420,7 +413,7 @@ def test_a_verdict_on_noise_is_rarely_more_than_noise():
 
 
 @pytest.mark.parametrize("metric", ["loss", "eval/loss", "perplexity"])
-def test_of_a_loss_less_is_better(metric):
+def test_a_lower_loss_is_better(metric):
     high, low = group("high", 2.0, 2.1, 2.2, 2.3, metric=metric), group("low", 1.0, 1.1, 1.2, 1.3, metric=metric)
     sentences = verdict([high, low], metric)
     assert sentences[0].startswith(f"low ends at the lower {metric}: 1.15, against 2.15 with high, a difference of -1")

@@ -48,7 +48,7 @@ def colours(browser, elements):
     return browser.execute_script(script, elements)
 
 
-def test_it_opens_without_a_word_and_without_the_network(browser, opened):
+def test_the_page_opens_without_console_messages_or_requests(browser, opened):
     requests(browser)
     opened(inspection())
     assert complaints(browser) == []
@@ -203,7 +203,7 @@ def test_odd_tokens_stay_text(browser, opened):
     assert complaints(browser) == []
 
 
-def test_a_page_without_critic_and_attention_weights_opens_without_a_word(browser, opened):
+def test_a_page_without_critic_and_attention_weights_has_no_console_messages(browser, opened):
     look = inspection(critic=False)
     look["attention"]["heads"] = []
     opened(look)
@@ -215,7 +215,7 @@ def test_a_page_without_critic_and_attention_weights_opens_without_a_word(browse
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-def test_it_fits_narrow_and_wide_in_light_and_dark(browser, opened, view, width):
+def test_the_page_fits_narrow_and_wide_windows_in_light_and_dark(browser, opened, view, width):
     opened(inspection([f" word{i}" for i in range(60)], 50, 54, layers=12, heads=12), width)
     for scheme in ("light", "dark"):
         view(width, scheme, height=900)

@@ -48,14 +48,14 @@ def sample(iteration=1, text="a", tokens=3, **changes):
     return row | changes
 
 
-def test_every_run_leaves_one(run_folder):
+def test_every_run_writes_a_page(run_folder):
     page = (run_folder / "report.html").read_text()
     assert len(page) < 8e6
     assert "film &lt;b&gt;reviews</h1>" in page
     assert not re.search(r'<(script|link|img|iframe)[^>]* (src|href)="(?!data:)', page)
 
 
-def test_its_numbers_are_those_of_the_samples(run_folder):
+def test_the_numbers_of_the_page_are_those_of_the_samples(run_folder):
     shown = data_of((run_folder / "report.html").read_text())["credit"]
     written = read_run(run_folder).samples
     assert len(shown) == len(written) == 12
@@ -95,7 +95,7 @@ def test_a_run_without_a_critic_has_its_page():
     assert kept == {"uniform"}
 
 
-def test_model_output_is_text():
+def test_model_output_is_escaped():
     page = render(made([sample(text=HOSTILE), sample(2, text=HOSTILE)], model={"name": HOSTILE}))
     assert "<img" not in page.replace('"<img', "")  # Plotly's own code has it in a string
     assert "</script><img" not in page
@@ -104,29 +104,29 @@ def test_model_output_is_text():
     page.encode("utf-8")
 
 
-def test_names_of_reward_terms_are_text_too():
+def test_names_of_reward_terms_are_escaped():
     metrics = [{"iteration": i, "reward": 1.0, f"reward_std/{HOSTILE}": 0.0} for i in range(1, 6)]
     page = render(made(metrics=metrics))
     assert "&lt;img src=x onerror=alert(1)&gt;\\x1b[31m\\u202egnp\\ud800" in page
     page.encode("utf-8")
 
 
-def test_lines_end_where_they_end():
+def test_line_breaks_of_tokens_are_shown():
     shown = data_of(render(made([sample(tokens=3) | {"tokens": ["a\n", "\n", "\tb\r\n"]}])))["credit"][0]["tokens"]
     assert shown == ["a⏎\n", "⏎\n", "\\tb\\r⏎\n"]
 
 
 @pytest.mark.slow
-def test_a_run_of_ten_thousand_iterations_stays_small():
-    metrics = [{"iteration": i, "seconds": 1.0} | {f"metric_{k}": i * k for k in range(40)} for i in range(1, 10_001)]
+def test_the_page_of_a_run_of_3000_iterations_stays_small():
+    metrics = [{"iteration": i, "seconds": 1.0} | {f"metric_{k}": i * k for k in range(40)} for i in range(1, 3_001)]
     one = sample(tokens=24, advantages=[0.1] * 24)
-    samples = [one | {"iteration": i} for i in range(1, 10_001) for _ in range(8)]
+    samples = [one | {"iteration": i} for i in range(1, 3_001) for _ in range(8)]
     page = render(made(samples, [row | {"reward": 1.0} for row in metrics]))
     assert len(page) < 8e6
     data = data_of(page)
     assert sum(len(s["tokens"]) for s in data["credit"]) <= TOKENS
     assert data["credit"][0]["iteration"] == 1
-    assert data["credit"][-1]["iteration"] == 10_000
+    assert data["credit"][-1]["iteration"] == 3_000
     charts = [data["headline"], *(chart for section in data["curves"] for chart in section["charts"])]
     assert len(charts) == 40  # metric_0 and seconds are constant
     assert all(len(line["x"]) <= 1000 for chart in charts for line in chart["lines"])
@@ -142,7 +142,7 @@ def test_a_run_of_ten_thousand_iterations_stays_small():
         ([[1.0, 0.0], [0.5, 0.0], [0.9, 0.0]], [1, 3]),
     ],
 )
-def test_it_opens_where_advantages_vary(advantages, opened):
+def test_the_page_opens_at_iterations_whose_advantages_vary(advantages, opened):
     samples = [sample(i, tokens=2, advantages=row) for i, row in enumerate(advantages, start=1)]
     metrics = [{"iteration": i, "reward": 1.0} for i in range(1, len(advantages) + 1)]
     assert data_of(render(made(samples, metrics)))["opened"] == opened
@@ -199,7 +199,7 @@ def test_an_episode_has_numbers_of_acted_tokens_only():
 
 
 @pytest.mark.slow
-def test_observations_hardly_count_in_the_limit():
+def test_25_characters_of_an_observation_count_as_a_token():
     """25 characters of an observation count as a token, and 2,000 are shown."""
     one = episode(("assistant", ["a"]), ("tool", ["好 "] * 5_000), after="b" * 9_000)
     long = [one | {"iteration": i} for i in range(1, 1001)]
@@ -212,7 +212,7 @@ def test_observations_hardly_count_in_the_limit():
     assert observed == {"role": "tool", "text": "好 " * 1_000 + "… and 8,000 more characters", "length": 10_000}
 
 
-def test_zeros_at_observations_are_no_variance():
+def test_zeros_at_observations_do_not_count_as_variance():
     zeros = [grid(1, advantages=[0.5, 0.5, 0, 0, 0, 0, 0, 0.5, 0.5]), grid(2)]
     assert data_of(render(made(zeros)))["opened"] == [2]
 
@@ -237,7 +237,7 @@ def test_the_head_names_the_environment():
     assert "in the environment" not in render(made([sample()], env={"factory": None}))
 
 
-def test_phrases_are_the_policys_own():
+def test_repeated_phrases_are_those_of_the_policys_tokens():
     words = ["you", " are", " here"]
     rows = [episode(("assistant", ["go", " far"]), ("user", words), ("assistant", words), iteration=1) for _ in (1, 2)]
     page = render(made(rows))

@@ -156,7 +156,7 @@ def test_metrics_that_are_no_finite_numbers_count_as_missing(copy):
 
 
 @pytest.mark.slow
-def test_of_a_long_run_a_part_is_read(copy):
+def test_a_part_of_a_long_run_is_read(copy):
     row, sample = (json.loads((copy / name).read_text().splitlines()[0]) for name in ("metrics.jsonl", "samples.jsonl"))
     for name, record in (("metrics.jsonl", row), ("samples.jsonl", sample)):
         lines = (json.dumps(record | {"iteration": i}) + "\n" for i in range(1, 3001))

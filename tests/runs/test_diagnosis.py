@@ -144,12 +144,12 @@ def names(metrics, config=CONFIG, **options):
     return [finding.name for finding in diagnose(metrics, config, **options)]
 
 
-def test_a_healthy_run_has_nothing():
+def test_a_healthy_run_has_no_findings():
     assert names(healthy()) == []
 
 
 @pytest.mark.parametrize("iterations", range(1, 12))
-def test_nor_has_a_young_one(iterations):
+def test_a_young_run_has_no_findings(iterations):
     assert names(healthy(iterations), ended=False) == []
 
 
@@ -174,7 +174,7 @@ def test_a_result_without_findings_says_how_little_was_checked():
 
 
 @pytest.mark.parametrize("name", DISEASES)
-def test_each_disease_is_named(name):
+def test_each_fault_is_named(name):
     found = diagnose(sick(name), CONFIG)
     assert name in [finding.name for finding in found]
     finding = next(finding for finding in found if finding.name == name)
@@ -234,7 +234,7 @@ def test_around_the_policy_that_drew_no_first_ratio_has_to_be_1():
     assert names(sick("mismatch"), config) == []
 
 
-def test_every_check_has_its_disease():
+def test_every_check_has_a_case():
     others = {"still_warming", "truncated_support"}  # of other settings, in tests of their own
     assert {check.__name__ for _, check in CHECKS} == {*DISEASES, *others}
 
@@ -312,7 +312,7 @@ def test_true_values_that_are_mostly_noise_say_nothing_of_the_critic(name):
 
 
 @pytest.mark.parametrize("name", ILL)
-def test_the_audits_of_a_young_run_accuse_nobody(name):
+def test_audits_of_a_young_run_give_no_findings(name):
     metric, ill, _ = ILL[name]
     assert names(audited(healthy(), 1, 5, 9, **{metric: ill})) == []
     assert names(audited(healthy(), 9, 10, **{metric: ill})) == [name]
@@ -347,7 +347,7 @@ def test_a_history_is_judged_as_its_rows_are():
     assert len(diagnose(rows, CONFIG)) == 3
 
 
-def test_the_weightiest_comes_first():
+def test_findings_are_ordered_by_severity():
     both = [a | {"first_ratio_error": 0.05} for a in sick("clip_low")]
     assert names(both) == ["mismatch", "clip_low"]
 
@@ -395,7 +395,7 @@ def test_the_clip_fraction_is_judged_only_for_ppos_own_loss(finding, share, loss
     assert (finding in names(rows, CONFIG | {"ppo": CONFIG["ppo"] | {"loss": loss}})) == named
 
 
-def test_healthy_episodes_have_nothing():
+def test_healthy_episodes_have_no_findings():
     rows = [row | {key: column(i) for key, column in of_episodes().items()} for i, row in enumerate(healthy())]
     assert names(rows) == []
     assert all(names(rows[:count], ended=False) == [] for count in range(1, 12))
@@ -461,7 +461,7 @@ def test_an_environment_that_fails_comes_before_what_it_then_pays():
     assert names(rows) == ["environment_fails", "constant_term"]
 
 
-def test_episodes_of_who_has_learned_a_game_may_be_short_and_alike():
+def test_short_equal_episodes_of_a_solved_task_pass():
     rows = [row | EPISODES | {"length": 20.0 - 0.4 * i, "kl": 1.0} for i, row in enumerate(healthy())]
     rows = [row | {"distinct": 1.0 - 0.02 * i, "repetition": 0.01 * i} for i, row in enumerate(rows)]
     assert names(rows) == []
@@ -485,7 +485,7 @@ def test_numbers_that_are_missing_or_not_finite_are_passed_over():
     assert names([]) == []
 
 
-def test_texts_without_a_token_are_no_reason_to_fail():
+def test_texts_without_a_token_pass():
     assert names([row | {"length": 0.0} for row in sick("kl_runaway")]) == []
 
 

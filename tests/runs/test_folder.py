@@ -105,7 +105,7 @@ def test_one_process_at_a_time_trains_a_run(folder):
             assert told == "locked"
 
 
-def test_a_file_system_without_locks_is_no_obstacle(folder, monkeypatch):
+def test_a_run_trains_on_a_file_system_without_locks(folder, monkeypatch):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

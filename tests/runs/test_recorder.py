@@ -144,7 +144,7 @@ def test_a_setting_that_left_no_choice_cannot_become_auto(tmp_path):
     assert resumed(args, {})[2] == set()
 
 
-def test_a_kill_between_the_two_files_leaves_a_run_that_can_be_resumed(tmp_path):
+def test_a_run_killed_between_its_two_first_files_can_be_resumed(tmp_path):
     args = config(tmp_path / "run")
     record(args, {"model.dtype": "float32"}).begin(args, 0, 0)
     (tmp_path / "run" / "choices.json").unlink()

@@ -277,24 +277,6 @@ def test_a_failed_reward_is_asked_for_again_after_a_resume(tmp_path):
     assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_evaluations_sample_from_the_policy_itself(tmp_path):
-    args = replace(ahead(tmp_path / "run", 2), eval=EvalConfig(every=1, samples=8, max_new_tokens=8))
-    PPOTrainer(args=args).train()
-    assert all("eval/reward" in row for row in read_metrics(tmp_path / "run"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rollout.max_age": 1}, r"rollout\.max_age .* without rollout\.engine: continuous"),
-        ({"rollout.engine": "vllm", "rollout.max_age": 1}, r"without rollout\.engine: continuous"),
-    ],
-)
-def test_settings_without_an_effect_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        PPOConfig.from_dict(settings)
-
-
 def test_episodes_of_several_turns_are_played_ahead(tmp_path):
     args = ahead(
         tmp_path / "run",

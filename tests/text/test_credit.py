@@ -320,7 +320,7 @@ def test_the_masked_share_is_there_whenever_completions_may_be_left_out(tokenize
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["gae", "group_relative"])
-@pytest.mark.parametrize("kl", ["k1", "k3", "full"])
+@pytest.mark.parametrize("kl", ["k3", "full"])
 def test_rewards_that_are_all_0_change_no_weight(estimator, kl, tmp_path):
     """Cached steps and full passes of the same model round apart, and Adam makes a full step of any gradient."""
     grouped = estimator == "group_relative"
@@ -339,7 +339,7 @@ def test_rewards_that_are_all_0_change_no_weight(estimator, kl, tmp_path):
 
 
 @pytest.mark.slow
-def test_nothing_left_in_the_loss_takes_no_step(tmp_path):
+def test_an_update_with_nothing_in_the_loss_takes_no_step(tmp_path):
     """Momentum and weight decay alone would move the weights."""
     args = small(
         tmp_path / "run",
@@ -433,17 +433,6 @@ def test_a_run_bootstraps_from_the_critic_where_completions_were_cut_off(critic,
     # The page computes the run's own estimator to the same numbers.
     for shown in report_samples(tmp_path / "run"):
         assert shown["what_if"][0] == pytest.approx(shown["numbers"]["advantage"], abs=2e-4)
-
-
-@pytest.mark.parametrize("rewards", [vowels, [each_token, lambda completions, **columns: [0.0] * len(completions)]])
-def test_a_bootstrap_with_a_score_of_whole_texts_stops_at_the_first_batch(rewards, tmp_path):
-    """Also if those scores are all 0, beside rewards of tokens."""
-    args = small(tmp_path / "run", advantage=AdvantageConfig(bootstrap=True))
-    trainer = PPOTrainer(args=args, reward_funcs=rewards)
-    before = copy_weights(trainer.policy)
-    with pytest.raises(RunStopped, match=r"advantage\.bootstrap is True, .* set advantage\.bootstrap: false"):
-        trainer.train()
-    assert not changed_weights(trainer.policy, before)
 
 
 @pytest.mark.slow

@@ -41,10 +41,10 @@ def new_machine(monkeypatch, dtype):
     monkeypatch.setattr(precision, "choose_for_device", lambda _: (dtype == "bfloat16", "since this is a test"))
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def run(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """A run on a machine that computes in a format."""
-    folder, dtype = tmp_path_factory.mktemp("chosen"), request.param
+    folder, dtype = tmp_path_factory.mktemp("chosen"), "bfloat16"
     with pytest.MonkeyPatch.context() as patch:
         new_machine(patch, dtype)
         PPOTrainer(args=settings(folder / "run")).train()
@@ -91,7 +91,7 @@ def test_a_begun_run_does_not_change_its_format(copy, capsys):
     assert f"model.dtype is '{OTHER[dtype]}', but this run was begun with " in capsys.readouterr().err
 
 
-def test_whoever_reads_the_run_goes_by_its_choice(copy):
+def test_every_reader_of_a_run_uses_its_chosen_dtype(copy):
     folder, dtype = copy
     for which in ("policy", "base"):
         assert load(folder, which).pipeline.precision.dtype == dtype
@@ -118,7 +118,7 @@ def test_a_damaged_choice_is_named_and_nothing_is_changed(run, tmp_path, capsys)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_runs_of_two_formats_are_no_curve_though_both_asked_for_auto(run, tmp_path):
+def test_runs_of_two_dtypes_are_separate_groups_under_auto(run, tmp_path):
     folders = [shutil.copytree(run[0] / "run", tmp_path / name) for name in ("one", "same", "other")]
     (folders[2] / "choices.json").write_text(json.dumps({"model.dtype": OTHER[run[1]]}))
     groups = group_runs([read_run(folder) for folder in folders])

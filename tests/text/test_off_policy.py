@@ -10,7 +10,6 @@ import torch
 
 from helpers.configs import quiet, text_config
 from helpers.files import read_jsonl, read_metrics
-from tokencredit.cli import main
 from tokencredit.core.logprobs import truncated_logprobs
 from tokencredit.core.off_policy import correction
 from tokencredit.distributed.processes import Processes
@@ -129,7 +128,7 @@ def test_a_setting_without_other_logprobs_is_refused(changes, monkeypatch, tmp_p
         PPOTrainer(args=args)
 
 
-def test_bounds_in_order():
+def test_off_policy_bounds_must_be_in_order():
     with pytest.raises(ConfigError, match=r"off_policy\.high is 2; it must be above off_policy\.low, 2"):
         PPOConfig.from_dict({"off_policy.correct": "mask", "off_policy.low": 2.0})
 
@@ -194,21 +193,6 @@ def test_a_run_with_a_nucleus_is_corrected_to_the_whole_distribution(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["gspo", "cispo", "dppo_tv"])
-def test_micro_batches_change_no_weighted_run(loss, tmp_path):
-    clip = {"clip": 3e-4} if loss == "gspo" else {}
-    off_policy = OffPolicyConfig(correct="mask", level="geometric", low=0.965)
-    rows = []
-    for name, tokens in {"whole": None, "parts": 24}.items():
-        ppo = UpdateConfig(epochs=1, minibatches=2, loss=loss, micro_batch_tokens=tokens, **clip)
-        rows += trained(tmp_path / name, ppo=ppo, off_policy=off_policy)[1]
-    names = ("policy_loss", "value_loss", "grad_norm", "weight_mean", "weight_zero", "weight_ess", "behavior_kl")
-    whole, parts = ({name: row[name] for name in names} for row in rows)
-    assert parts == pytest.approx(whole, rel=1e-4, abs=1e-6)
-    assert 0 < whole["weight_zero"] < 1
-
-
-@pytest.mark.slow
 def test_in_bfloat16_tokens_are_drawn_by_another_pass(tmp_path):
     settings = {"model": ModelConfig(dtype="bfloat16"), "rollout": replace(NUCLEUS, top_p=None)}
     _, (plain,) = trained(tmp_path / "plain", **settings)
@@ -235,26 +219,6 @@ def test_another_engine_in_float32_has_weights_of_1_up_to_rounding(tmp_path):
     assert row["first_ratio_error"] < 1e-4
 
 
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_with_the_same_weights_or_with_others(tmp_path):
-    options = ["--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "8"]
-    options += ["--rollout.top_p", "0.9", "--off_policy.correct", "clip", "--run.show_every", "0"]
-    options += ["--critic.epochs", "1", "--critic.buffer", "2", "--ppo.minibatches", "2"]
-    options += ["--optim.schedule", "constant"]
-    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
-    assert main(["train", *options, "--run.iterations", "2", "--run.dir", whole]) == 0
-    assert main(["train", *options, "--run.iterations", "1", "--run.dir", parts]) == 0
-    assert main(["train", "--resume", parts, "--run.iterations", "2"]) == 0
-    names = ("policy_loss", "grad_norm", "critic_value_loss", "weight_mean", "weight_ess", "behavior_kl")
-    expected, found = (
-        [{name: row[name] for name in names} for row in read_metrics(tmp_path / x)] for x in ("whole", "parts")
-    )
-    assert found == expected
-    other = ["--off_policy.correct", "mask", "--off_policy.low", "0.95", "--run.iterations", "3"]
-    assert main(["train", "--resume", parts, *other]) == 0
-    assert read_metrics(tmp_path / "parts")[2]["weight_zero"] > 0
-
-
 def test_samples_hold_the_logprobs_of_the_draws(tmp_path):
     _, (row,) = trained(tmp_path / "run", run=quiet(tmp_path / "run", samples=8))
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
@@ -270,7 +234,7 @@ def test_samples_hold_the_logprobs_of_the_draws(tmp_path):
     ("critic", "proximal", "passes"),
     [("none", "interpolated", 1), ("none", "behavior", 1), ("none", "recomputed", 3), ("shared", "interpolated", 3)],
 )
-def test_the_pass_before_an_update_is_saved_where_nothing_reads_it(critic, proximal, passes, tmp_path, monkeypatch):
+def test_the_pass_before_an_update_is_skipped_where_nothing_reads_it(critic, proximal, passes, tmp_path, monkeypatch):
     exact, scored = RequestEngine.exact, []
 
     def counted(engine, *args):
@@ -374,7 +338,12 @@ def test_a_target_kl_that_an_update_begins_above_is_refused(proximal, more, refu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "rounding", "turns"), [("float32", 1e-4, False), ("bfloat16", 0.2, False), ("float32", 1e-4, True)]
+    ("dtype", "rounding", "turns"),
+    [
+        ("float32", 1e-4, False),
+        pytest.param("bfloat16", 0.2, False, marks=pytest.mark.proof),
+        pytest.param("float32", 1e-4, True, marks=pytest.mark.proof),
+    ],
 )
 def test_on_the_kept_support_an_update_begins_at_a_ratio_of_1(dtype, rounding, turns, tmp_path):
     filters = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}

@@ -56,12 +56,11 @@ def trainer_of(folder, dtype="float32", **changes):
     return PPOTrainer(args=replace(args, **changes))
 
 
-@pytest.mark.parametrize("kind", ["shared", "separate"])
 @pytest.mark.slow
-def test_another_engine_trains_the_same(kind, tmp_path):
+def test_another_engine_trains_the_same(tmp_path):
     """The critic's values come from a pass of their own, and the engine is told of each change of the weights."""
-    own = trainer_of(tmp_path / "own", critic=CriticConfig(kind=kind))
-    other = trainer_of(tmp_path / "other", critic=CriticConfig(kind=kind))
+    own = trainer_of(tmp_path / "own")
+    other = trainer_of(tmp_path / "other")
     engine = other.pipeline.engine = Elsewhere(other.pipeline.engine)
     scored = own.collect(), other.collect()
     assert scored[1].rollout.values is not None
@@ -70,7 +69,7 @@ def test_another_engine_trains_the_same(kind, tmp_path):
     other.train()
     assert engine.changes == 2
     longer = replace(other.args.run, iterations=3)
-    again = trainer_of(tmp_path / "other", critic=CriticConfig(kind=kind), run=longer)
+    again = trainer_of(tmp_path / "other", run=longer)
     engine = again.pipeline.engine = Elsewhere(again.pipeline.engine)
     again.train(resume_from_checkpoint=True)
     assert engine.changes == 2, "once for the checkpoint's weights, once for the third iteration's"

@@ -47,7 +47,7 @@ def test_a_message_goes_through_the_chat_template(tmp_path, chat_model):
     assert written.startswith("user: Did you like it?\nassistant:")
 
 
-def test_a_message_without_a_chat_template(tmp_path):
+def test_a_message_without_a_chat_template_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"the prompts of --prompt are conversations, but the tokenizer has no chat"):
         write(tmp_path, PPOConfig(), prompt="Did you like it?", chat=True)
 

@@ -51,18 +51,11 @@ def test_gspo_without_its_papers_reduction_is_said():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["clip", "gspo", "cispo", "sao", "dppo_tv", "dppo_kl"])
-def test_a_run_trains_and_resumes_with_each_loss(loss, tmp_path):
+def test_a_run_trains_with_each_loss(loss, tmp_path):
     options = [f"--{key}={value}" for key, value in GSPO.items()] if loss == "gspo" else ["--ppo.loss", loss]
-    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
-    assert main(["train", *SMALL, *options, "--run.iterations", "2", "--run.dir", whole]) == 0
-    assert main(["train", *SMALL, *options, "--run.iterations", "1", "--run.dir", parts]) == 0
-    assert main(["train", "--resume", parts, "--run.iterations", "2"]) == 0
-    names = ("reward", "policy_loss", "grad_norm", "clip_fraction", "ratio_max")
-    expected, found = (
-        [{name: row[name] for name in names} for row in read_metrics(tmp_path / x)] for x in (whole, parts)
-    )
-    assert found == expected
-    assert all(row["grad_norm"] > 0 for row in found)
-    assert any(row["ratio_max"] > 1 for row in found)
+    assert main(["train", *SMALL, *options, "--run.iterations", "1", "--run.dir", str(tmp_path / "run")]) == 0
+    (row,) = read_metrics(tmp_path / "run")
+    assert row["grad_norm"] > 0
+    assert row["ratio_max"] > 1
     if loss == "gspo":
-        assert 0 < found[0]["clip_fraction"] <= 1
+        assert 0 < row["clip_fraction"] <= 1

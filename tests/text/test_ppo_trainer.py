@@ -14,7 +14,7 @@ from helpers.files import read_events, read_jsonl, read_metrics, without_times
 from helpers.models import SHAPE, changed_weights, copy_weights, random_lm
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.data import ClassifierTerm, PromptsConfig, ScoreConfig
+from tokencredit.settings.data import ClassifierTerm, PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import (
@@ -23,7 +23,6 @@ from tokencredit.settings.training import (
     KLConfig,
     OptimConfig,
     RunConfig,
-    StopConfig,
     UpdateConfig,
 )
 from tokencredit.text.ppo_trainer import PPOTrainer
@@ -252,14 +251,6 @@ def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
     assert coefs == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 80)])
 
 
-@pytest.mark.slow
-def test_a_run_stops_at_the_reward_of_stop_reward(tmp_path):
-    run = RunConfig(dir=str(tmp_path / "run"), iterations=9)
-    summary = PPOTrainer(args=small(tmp_path / "run", run=run, stop=StopConfig(reward=-1.0, patience=2))).train()
-    assert summary["iterations"] == 2
-    assert summary["stopped_by"] == "stop.reward"
-
-
 def test_muon_trains_the_matrices(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run", optim=OptimConfig(name="muon")))
     before = copy_weights(trainer.policy)
@@ -304,19 +295,10 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "critic"),
-    [
-        (ModelConfig(), "separate"),
-        (ModelConfig(gradient_checkpointing=True), "shared"),
-        (ModelConfig(dropout=True), "shared"),
-    ],
-)
-def test_other_forms_of_the_model_train(model, critic, tmp_path):
-    args = small(tmp_path / "run", model=model, critic=CriticConfig(kind=critic))
-    summary = PPOTrainer(args=args).train()
+@pytest.mark.parametrize("setting", ["gradient_checkpointing", "dropout"])
+def test_a_run_with_checkpointing_or_dropout_trains(setting, tmp_path):
+    summary = PPOTrainer(args=small(tmp_path / "run", model=ModelConfig(**{setting: True}))).train()
     assert summary["iterations"] == 2
-    assert (tmp_path / "run" / "policy" / "critic").exists() == (critic == "separate")
 
 
 @pytest.mark.slow
@@ -437,35 +419,6 @@ def test_a_peft_configuration_from_python(model_folders, tmp_path):
     trained = [name for name, p in trainer.policy.lm.named_parameters() if p.requires_grad]
     assert trained
     assert all("q_proj.lora_" in name for name in trained)
-
-
-@pytest.mark.parametrize(("normalize", "shift"), [("batch", True), ("batch", False), ("running", True)])
-def test_scores_are_normalised_as_asked(normalize, shift, tmp_path):
-    args = small(tmp_path / "run", score=ScoreConfig(normalize=normalize, shift_mean=shift), kl=KLConfig(coef=0.0))
-    trainer = PPOTrainer(args=args)
-    batch, _ = trainer.credit.give(trainer.collect())
-    paid, scores = batch.rewards.sum(1), batch.totals()
-    assert float(paid.std(correction=0)) == pytest.approx(1, rel=1e-3)
-    assert float(paid.mean()) == pytest.approx(0 if shift else float(scores.mean()), abs=1e-4)
-
-
-def test_dense_rewards_stay_at_their_tokens(tmp_path):
-    def places(completions, completion_ids, **columns):
-        return [[float(place) for place in range(len(ids))] for ids in completion_ids]
-
-    trainer = PPOTrainer(reward_funcs=places, args=small(tmp_path / "run", kl=KLConfig(coef=0.0)))
-    batch, _ = trainer.credit.give(trainer.collect())
-    expected = torch.arange(batch.rewards.shape[1]).expand_as(batch.rewards) * batch.rollout.mask
-    torch.testing.assert_close(batch.rewards, expected.float())
-    torch.testing.assert_close(batch.totals(), expected.float().sum(1))
-
-
-def test_the_model_card_says_what_was_trained(run):
-    card = (run[0] / "policy" / "README.md").read_text()
-    assert "builtin:reviews" in card
-    assert "This movie was really" in card
-    assert "NEGATIVE" in card
-    assert "reward_last" in card
 
 
 @pytest.mark.slow

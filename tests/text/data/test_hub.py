@@ -91,7 +91,7 @@ def test_the_policy_that_arrives_is_the_one_that_was_saved(uploads, tmp_path):
     assert "This movie was really" in files["README.md"].decode()
 
 
-def test_a_hub_that_refuses_costs_nothing(uploads):
+def test_a_hub_that_refuses_keeps_the_trained_policy(uploads):
     folder, _, _, (code, errors) = uploads
     assert code == 1
     assert "could not upload to run.push_to_hub 'org/critic'" in errors
