@@ -79,6 +79,7 @@ def test_a_trainer_leaves_the_process_as_it_was(make, tmp_path, monkeypatch):
         assert now == before[name], f"training changed {name}"
 
 
+@pytest.mark.slow
 def test_mujocos_warning_handler_is_restored(tmp_path):
     mujoco = pytest.importorskip("mujoco")
     before = mujoco.get_mju_user_warning()
@@ -94,6 +95,7 @@ def test_mujocos_warning_handler_is_restored(tmp_path):
     assert mujoco.get_mju_user_warning() is before
 
 
+@pytest.mark.slow
 def test_runs_of_two_dtypes_work_in_one_process(tmp_path):
     """Accelerate would refuse a second number format in one process."""
     for dtype in ("bfloat16", "float32", "bfloat16"):
@@ -101,6 +103,7 @@ def test_runs_of_two_dtypes_work_in_one_process(tmp_path):
         assert PPOTrainer(args=args).pipeline.precision.dtype == dtype
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_critic_whatever_was_drawn_before(tmp_path):
     heads = []
     for seed in (3, 4):

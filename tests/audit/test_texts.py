@@ -30,6 +30,8 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.audit_run import audit_run
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["<e>", "a", "b", "c", "d"]
 END, LENGTH, PROMPT = 0, 4, [1, 2]
 WORTH = torch.tensor([0.3, 1.0, -0.5, 0.2, -1.0])
@@ -107,7 +109,6 @@ def exact(trainer, reward, gamma):
     return values, actions
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [7, pytest.param(25, marks=pytest.mark.proof)])
 def test_the_audit_is_within_its_standard_error_of_the_exact_values(seeds, tmp_path, covered):
     """Over many seeds, with scores of whole texts and of tokens, with and without a discount, and the price of KL."""
@@ -181,7 +182,6 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_run_is_audited_and_left_as_it_was(kind, tmp_path):
     trainer = trainer_of(tmp_path, **KINDS[kind], audit=AuditConfig(every=1, completions=6, continuations=4))
@@ -258,7 +258,6 @@ SAMPLING = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLING)
 def test_continuations_sample_as_the_completion_was_sampled(name, tmp_path):
     """The same tokens, ends and log-probs from the same random numbers, wherever sampling sets in."""
@@ -314,7 +313,6 @@ def noisy(completion_ids, **_):
     return [score(ids) + random.random() + float(torch.rand(())) for ids in completion_ids]
 
 
-@pytest.mark.slow
 def test_a_run_with_audits_is_bit_for_bit_the_run_without(tmp_path):
     runs = []
     for every in (0, 1):
@@ -357,7 +355,6 @@ trainer.processes.close()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_two_processes_audit_completions_of_their_own_and_judge_them_together(tmp_path):
     script = tmp_path / "audit.py"
@@ -378,7 +375,6 @@ def test_two_processes_audit_completions_of_their_own_and_judge_them_together(tm
 CONTINUATIONS = 50
 
 
-@pytest.mark.slow
 def test_targets_are_means_of_continuations_and_the_others_stay(tmp_path):
     critic = CriticConfig(continuations=CONTINUATIONS, continued_states=2)
     trainer = trainer_of(tmp_path / "run", critic=critic, rollout=RolloutConfig(batch_size=32, max_new_tokens=4))
@@ -412,7 +408,6 @@ def test_targets_follow_from_seed_and_iteration_alone(tmp_path):
     assert trainer.credit.state_dict() == state
 
 
-@pytest.mark.slow
 def test_a_run_samples_what_it_would_have_sampled_without(tmp_path):
     """The first rollout and the policy's first update are those of a run without; the critic learns something else."""
     lines = []
@@ -458,7 +453,6 @@ def test_no_more_texts_are_sampled_at_once_than_in_a_rollout(tmp_path, monkeypat
     assert max(sizes[1:]) == 8
 
 
-@pytest.mark.slow
 def test_a_run_that_was_begun_in_python_is_refused_by_the_command(tmp_path):
     trainer = trainer_of(tmp_path / "run", prompts=PromptsConfig(text="a b"))
     trainer.train()

@@ -14,6 +14,8 @@ from helpers.shapes import BATCH, SMALL, VARIANTS, build, inputs_of, train
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import trunk_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import cost_tables  # noqa: E402
@@ -38,7 +40,6 @@ def counted(model: ActorCritic, run) -> float:
     return counter.get_total_flops()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
 @pytest.mark.parametrize("critic", ["shared", "separate", "none"])
 @pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
@@ -97,7 +98,6 @@ def test_the_page_of_results_holds_the_tables():
     assert cost_tables.fill(text, cost_tables.results_tables()) == text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [*costs.SHAPES, *SMALL.values()], ids=lambda shape: f"{shape.name}-{shape.family}")
 def test_parameters_are_those_of_the_real_model(shape):
     with torch.device("meta"):

@@ -60,6 +60,7 @@ def test_parts_without_time_are_named_and_the_table_prints_the_file(tmp_path):
     assert table.count("| left out, no time was left |") == 2
 
 
+@pytest.mark.slow
 def test_a_folder_without_wheels_is_refused(tmp_path):
     done, _ = run(tmp_path, "--wheels", str(tmp_path))
     assert done.returncode == 1

@@ -82,6 +82,7 @@ def test_evaluation_during_training_changes_no_training(tmp_path):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_a_folder_without_an_agent_is_refused(tmp_path, capsys):
     assert main(["play", str(tmp_path)]) == 2
     assert "is not a run's folder: it has no config.yaml" in capsys.readouterr().err
@@ -92,6 +93,7 @@ def test_a_folder_without_an_agent_is_refused(tmp_path, capsys):
     assert "cannot load an agent from" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_agent_of_another_shape_is_refused(tmp_path):
     args = control_config(tmp_path / "run")
     ControlTrainer(args).train()

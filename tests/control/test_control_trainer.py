@@ -31,6 +31,7 @@ from tokencredit.settings.training import OptimConfig, RunConfig
 small = partial(control_config, iterations=3)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_files(tmp_path):
     summary = ControlTrainer(small(tmp_path / "run")).train()
     folder = tmp_path / "run"
@@ -42,6 +43,7 @@ def test_a_run_leaves_its_files(tmp_path):
     assert load_file(folder / "policy" / "agent.safetensors")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(tmp_path):
     runs = []
     for name in ("one", "two"):

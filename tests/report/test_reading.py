@@ -191,6 +191,7 @@ def change(folder, *path, value):
     (folder / "audit.json").write_text(json.dumps(audit))
 
 
+@pytest.mark.slow
 def test_an_audit_is_read_back_and_its_metrics_stand_in_the_row_of_its_iteration(audited_folder, run_folder):
     run, before = read_run(audited_folder), read_run(run_folder)
     written = json.loads((audited_folder / "audit.json").read_text())
@@ -210,6 +211,7 @@ def test_the_row_of_an_audit(iteration, row):
     assert all(found["audit/trust"] == 0.5 for found in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -241,6 +243,7 @@ def test_a_damaged_audit_is_named(audited, path, value, message):
     assert str(caught.value).startswith(str(audited / "audit.json"))
 
 
+@pytest.mark.slow
 def test_an_audit_may_be_without_a_critic_and_samples(audited):
     change(audited, "critic", value=None)
     change(audited, "samples", value=[])

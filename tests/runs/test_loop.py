@@ -28,6 +28,7 @@ def before_iteration(trainer, number, action):
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_folder_that_is_gone_stays_away(number, tmp_path):
     run = tmp_path / "run"
@@ -40,6 +41,7 @@ def test_a_folder_that_is_gone_stays_away(number, tmp_path):
     assert not run.exists()
 
 
+@pytest.mark.slow
 def test_a_failed_run_suggests_to_resume_it_and_nothing_else(tmp_path, capsys):
     def fail():
         raise RunStopped("no reward")
@@ -92,6 +94,7 @@ def test_a_setting_that_user_code_refuses_in_a_run_fails_the_run(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "an invalid setting"
 
 
+@pytest.mark.slow
 def test_a_timeout_of_ones_own_has_no_effect_in_one_process_and_that_is_said(tmp_path):
     ControlTrainer(control_config(tmp_path, 1, run=quiet_agent(tmp_path / "run", 1, timeout=60.0))).train()
     assert read_events(tmp_path / "run") == ["run.timeout is 60, which has no effect in one process"]

@@ -72,6 +72,7 @@ def test_mistakes_of_evaluate_are_answered_in_one_line(arguments, message, capsy
     assert message in refused(capsys, "evaluate", *arguments)
 
 
+@pytest.mark.slow
 def test_mistakes_of_evaluate_import_nothing_heavy():
     program = """
 from tokencredit.cli import main

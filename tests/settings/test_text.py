@@ -178,6 +178,7 @@ def test_null_means_none_and_is_not_checked_against_a_range():
     assert PPOConfig(ppo=UpdateConfig(target_kl=None, clip_high=None)).ppo.target_kl is None
 
 
+@pytest.mark.slow
 def test_a_run_reads_its_own_configuration_back(tmp_path):
     config = PPOConfig(
         seed=7,

@@ -25,6 +25,8 @@ from tokencredit.text.engines.requests import EngineFailure
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.terms import as_terms
 
+pytestmark = pytest.mark.slow
+
 
 def ahead(folder, iterations=4, max_age=1, rollout=None, **groups):
     rollout = {"batch_size": 8, "max_new_tokens": 8, "engine": "continuous", "max_age": max_age} | (rollout or {})

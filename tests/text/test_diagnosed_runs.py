@@ -135,7 +135,13 @@ DISEASES = {
 }
 
 
-@pytest.mark.parametrize("names", DISEASES)
+LONG = [names for names, options in DISEASES.items() if options["iterations"] > 5]
+"""tests/runs/test_diagnosis.py has the same findings from written metrics."""
+
+
+@pytest.mark.parametrize(
+    "names", [pytest.param(names, marks=pytest.mark.proof if names in LONG else ()) for names in DISEASES]
+)
 def test_a_run_with_a_known_fault_is_diagnosed(names, tmp_path, capsys):
     options = dict(DISEASES[names])
     run = RunConfig(

@@ -16,6 +16,8 @@ from tokencredit.settings.training import AdvantageConfig, KLConfig, RunConfig, 
 from tokencredit.text import scoring_passes
 from tokencredit.text.ppo_trainer import PPOTrainer
 
+pytestmark = pytest.mark.slow
+
 MINIBATCHES, EPOCHS = 2, 2
 PASS, STEP = "text/models/actor_critic.py", "tokencredit/learn/learner.py"
 BATCHES = "tokencredit/learn/minibatches.py"
@@ -49,7 +51,6 @@ def batch(request, tmp_path):
     return trainer, scored, trainer.credit.give(scored)[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
@@ -76,7 +77,6 @@ def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [SequenceObjective, WeightedObjective, partial(WeightedObjective, divergence="tv")])
 def test_another_loss_waits_no_more(kind, batch, counts):
     trainer, _, experience = batch

@@ -219,6 +219,7 @@ def test_another_engine_in_float32_has_weights_of_1_up_to_rounding(tmp_path):
     assert row["first_ratio_error"] < 1e-4
 
 
+@pytest.mark.slow
 def test_samples_hold_the_logprobs_of_the_draws(tmp_path):
     _, (row,) = trained(tmp_path / "run", run=quiet(tmp_path / "run", samples=8))
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")

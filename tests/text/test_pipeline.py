@@ -29,6 +29,8 @@ from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.reward_models import Classifier, load
 from tokencredit.text.scoring_passes import evaluate_rollout
 
+pytestmark = pytest.mark.slow
+
 
 class Elsewhere:
     """An engine that gives tokens and log-probabilities alone, and hears of new weights."""
@@ -56,7 +58,6 @@ def trainer_of(folder, dtype="float32", **changes):
     return PPOTrainer(args=replace(args, **changes))
 
 
-@pytest.mark.slow
 def test_another_engine_trains_the_same(tmp_path):
     """The critic's values come from a pass of their own, and the engine is told of each change of the weights."""
     own = trainer_of(tmp_path / "own")
@@ -149,7 +150,6 @@ def folders(tmp_path_factory, tokenizers):
     return parent
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "wordpiece", "bytes"])
 def test_a_classifier_reads_the_words_that_were_written(kind, folders, tokenizers, tmp_path):
     """After "The sky is", " blue" is a word of its own: for rewards, samples and whoever asks for whole texts."""

@@ -16,6 +16,8 @@ from tokencredit.settings.training import UpdateConfig
 from tokencredit.text.policy import Policy, load
 from tokencredit.text.ppo_trainer import PPOTrainer
 
+pytestmark = pytest.mark.slow
+
 
 def write(run, config, prompt, chat=False, samples=2, which="base"):
     """Prompts with their completions."""
@@ -81,7 +83,6 @@ def test_logprobs_and_values_are_those_of_the_runs_own_states(run):
     assert len(policy.values(text, sample["prompt"])) == len(sample["tokens"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sentencepiece", "unigram", "wordpiece", "bytes"])
 @pytest.mark.parametrize(("prompt", "text"), [("The sky is", " blue."), ("I was sing", "ing"), ("", "The sky")])
 def test_a_text_is_tokenized_as_it_stands_after_its_prompt(kind, prompt, text, tokenizers, tmp_path):
@@ -106,7 +107,6 @@ def test_loading_draws_nothing_from_the_global_generators(run):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

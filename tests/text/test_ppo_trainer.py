@@ -134,6 +134,7 @@ def test_tensorboard_has_every_metric(run):
     assert [e.step for e in events.Scalars("reward")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(run, tmp_path):
     folder, trainer, _ = run
     again = PPOTrainer(args=small(tmp_path / "two"))
