@@ -49,14 +49,6 @@ def test_train_prints_progress_samples_and_next_commands(run):
 
 
 @pytest.mark.slow
-def test_generate_writes_from_the_policy_in_a_process_of_its_own(run):
-    done = warm.python(*COMMAND, "generate", run[0], "--prompt", "This movie was really", "-n", "3")
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 3
-    assert all(line.startswith("This movie was really") for line in done.stdout.splitlines())
-
-
-@pytest.mark.slow
 def test_generate_takes_the_base_and_the_runs_own_prompts(run, capfd):
     base = ["--base", "--prompt", "This movie was really bad"]
     for options in ([], ["--base"], base, ["--engine", "continuous"]):
@@ -212,7 +204,7 @@ def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["lrr: 1\n", "rewards: [{weight: 1}]\n", "kl: {coef: x}\n", "", "prompts: 3\n"])
+@pytest.mark.parametrize("text", ["lrr: 1\n", ""])
 def test_the_file_with_the_mistake_is_named(text, tmp_path, capsys):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("kl: {coef: 1}\n")

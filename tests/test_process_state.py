@@ -24,6 +24,8 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig, UpdateConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 
+pytestmark = pytest.mark.slow
+
 
 def state():
     """Everything of the process that a trainer could change."""
@@ -64,7 +66,6 @@ def control(folder, **env):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [text, control])
 def test_a_trainer_leaves_the_process_as_it_was(make, tmp_path, monkeypatch):
     monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
@@ -79,7 +80,6 @@ def test_a_trainer_leaves_the_process_as_it_was(make, tmp_path, monkeypatch):
         assert now == before[name], f"training changed {name}"
 
 
-@pytest.mark.slow
 def test_mujocos_warning_handler_is_restored(tmp_path):
     mujoco = pytest.importorskip("mujoco")
     before = mujoco.get_mju_user_warning()
@@ -95,7 +95,6 @@ def test_mujocos_warning_handler_is_restored(tmp_path):
     assert mujoco.get_mju_user_warning() is before
 
 
-@pytest.mark.slow
 def test_runs_of_two_dtypes_work_in_one_process(tmp_path):
     """Accelerate would refuse a second number format in one process."""
     for dtype in ("bfloat16", "float32", "bfloat16"):
@@ -103,7 +102,6 @@ def test_runs_of_two_dtypes_work_in_one_process(tmp_path):
         assert PPOTrainer(args=args).pipeline.precision.dtype == dtype
 
 
-@pytest.mark.slow
 def test_a_seed_gives_the_same_critic_whatever_was_drawn_before(tmp_path):
     heads = []
     for seed in (3, 4):
@@ -113,7 +111,6 @@ def test_a_seed_gives_the_same_critic_whatever_was_drawn_before(tmp_path):
     assert torch.equal(*heads)
 
 
-@pytest.mark.slow
 def test_an_environment_that_draws_from_the_global_generator_follows_the_seed(tmp_path):
     draws = []
     for seed in (5, 6):

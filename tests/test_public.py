@@ -144,18 +144,6 @@ def test_mistakes_in_a_dict_are_answered_as_on_the_command_line(settings, messag
         tc.PPOConfig.from_dict(settings)
 
 
-def test_mistakes_in_a_file_are_answered_as_on_the_command_line(tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("kl:\n  coeff: 1\n")
-    with pytest.raises(tc.ConfigError, match=r"run.yaml: unknown key kl.coeff; did you mean kl.coef\?$"):
-        tc.PPOConfig.from_yaml(file)
-    file.write_text("env:\n  idd: 1\n")
-    with pytest.raises(tc.ConfigError, match=r"run.yaml: unknown key env.idd; did you mean env.id\?$"):
-        tc.ControlConfig.from_yaml(file)
-    with pytest.raises(tc.ConfigError, match=r"nowhere.yaml' does not exist"):
-        tc.PPOConfig.from_yaml(tmp_path / "nowhere.yaml")
-
-
 @pytest.mark.parametrize(
     ("kind", "args", "message"),
     [

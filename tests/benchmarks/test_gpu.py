@@ -8,6 +8,8 @@ import pytest
 from helpers import warm
 from helpers.commands import python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "benchmarks" / "gpu.py"
 BARE = "import runpy, sys; sys.path.insert(0, {tests!r}); import bare; sys.meta_path.insert(0, bare.Hiding); "
@@ -32,7 +34,6 @@ def results(tmp_path_factory):
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.proof
 def test_what_is_exact_is_exact_on_a_cpu(results):
     rows = [row for row in results["rows"] if row["part"] == "correctness" and row["goal"] is not None]
@@ -40,7 +41,6 @@ def test_what_is_exact_is_exact_on_a_cpu(results):
     assert [row["name"] for row in rows if not row["met"]] == []
 
 
-@pytest.mark.slow
 @pytest.mark.proof
 def test_kernels_and_waits_are_counted(results):
     rows = {(row["part"], row["name"]): row["value"] for row in results["rows"]}
@@ -51,7 +51,6 @@ def test_kernels_and_waits_are_counted(results):
     assert 0 < rows["main", "outside the stages"] < 60
 
 
-@pytest.mark.slow
 def test_parts_without_time_are_named_and_the_table_prints_the_file(tmp_path):
     done, results = run(tmp_path, "--parts", "ceilings", "main", "--minutes", "0")
     assert done.returncode == 0, done.stderr
@@ -60,7 +59,6 @@ def test_parts_without_time_are_named_and_the_table_prints_the_file(tmp_path):
     assert table.count("| left out, no time was left |") == 2
 
 
-@pytest.mark.slow
 def test_a_folder_without_wheels_is_refused(tmp_path):
     done, _ = run(tmp_path, "--wheels", str(tmp_path))
     assert done.returncode == 1

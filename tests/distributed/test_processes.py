@@ -13,7 +13,10 @@ from helpers.files import read_events, read_metrics
 from helpers.warm import python, together
 from tokencredit.cli import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
+]
 
 OPTIONS = ["--model.dtype", "float32", "--rollout.batch_size", "16", "--rollout.max_new_tokens", "10"]
 OPTIONS += ["--ppo.epochs", "1", "--ppo.minibatches", "5", "--run.show_every", "0"]
@@ -69,7 +72,6 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_the_losses_are_those_of_one_process(runs):
     found = processes.differences(runs)
     two = ("2 DDP", "2 sharded")
@@ -80,7 +82,6 @@ def test_the_losses_are_those_of_one_process(runs):
 
 
 @pytest.mark.proof
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 @pytest.mark.parametrize("kind", processes.KINDS)
 def test_the_losses_in_one_two_and_four_processes_are_equal(kind, tmp_path):
     """`make processes` runs these; a larger difference than that of rounding would be one of the algorithm."""
@@ -97,7 +98,6 @@ def test_the_losses_in_one_two_and_four_processes_are_equal(kind, tmp_path):
         assert losses == pytest.approx(dict.fromkeys(losses, 0.0), abs=1e-4), run
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_evaluations_and_weights_are_those_of_one_process(runs):
     """Of 7 prompts, which two processes cannot share evenly."""
     alone = read_metrics(runs / "1")
@@ -112,14 +112,12 @@ def test_evaluations_and_weights_are_those_of_one_process(runs):
             torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_another_number_of_processes_is_an_event(runs):
     line = "the run goes on in 1 process; the checkpoint is of 2. Minibatches and samples stay the same; "
     assert any(event.startswith(line) for event in read_events(runs / "2 sharded → 1"))
     assert not any("goes on in" in event for event in read_events(runs / "2 sharded → 2 DDP"))
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_two_critics_learn_alike_in_two_processes(tmp_path):
     """Micro-batches are so small that most have no row of one of the critics."""
     options = [*OPTIONS, "--critic.kind", "separate", "--critic.members", "2", "--critic.clip", "null"]
@@ -136,7 +134,6 @@ def test_two_critics_learn_alike_in_two_processes(tmp_path):
             torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_the_first_process_chooses_the_number_format_for_all(tmp_path):
     few = ["--rollout.batch_size", "4", "--rollout.max_new_tokens", "4", "--ppo.minibatches", "1"]
     few += ["--run.iterations", "1", "--run.show_every", "0", "--run.dir"]

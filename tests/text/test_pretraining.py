@@ -26,6 +26,8 @@ from tokencredit.text.callbacks import Callback
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.pretraining import PATIENCE, RISE
 
+pytestmark = pytest.mark.slow
+
 NORMALIZED = {"score": ScoreConfig(normalize="running")}
 
 
@@ -69,7 +71,6 @@ def pretrain(args, **options):
     return trainer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", CRITICS)
 def test_only_the_critics_own_parameters_learn(what, tmp_path):
     groups, learning, still = CRITICS[what]
@@ -80,7 +81,6 @@ def test_only_the_critics_own_parameters_learn(what, tmp_path):
     assert not any(name.startswith(part) for name in now for part in still)
 
 
-@pytest.mark.slow
 def test_the_first_iteration_samples_as_it_would_have(tmp_path):
     runs = [PPOTrainer(args=small(tmp_path / str(batches), pretrain=batches)) for batches in (0, 2)]
     for trainer in runs:
@@ -105,7 +105,6 @@ def run(tmp_path_factory):
     return folder, trainer
 
 
-@pytest.mark.slow
 def test_it_ends_where_held_out_batches_are_explained_no_better(run):
     folder, _ = run
     rows, (first,) = read_jsonl(folder / "pretrain.jsonl"), read_metrics(folder)
@@ -125,7 +124,6 @@ def test_it_ends_where_held_out_batches_are_explained_no_better(run):
     assert event.endswith(", which no longer rose")
 
 
-@pytest.mark.slow
 def test_it_does_not_end_before_anything_is_explained(tmp_path):
     critic = CriticConfig(kind="separate", lr=1e-9, trunk_lr=1e-9)
     PPOTrainer(args=small(tmp_path / "slow", pretrain=PATIENCE + 3, critic=critic)).train()
@@ -136,7 +134,6 @@ def test_it_does_not_end_before_anything_is_explained(tmp_path):
     assert not event.endswith(", which no longer rose")
 
 
-@pytest.mark.slow
 def test_its_time_and_tokens_are_those_of_the_run(run):
     folder, _ = run
     summary, rows = json.loads((folder / "summary.json").read_text()), read_jsonl(folder / "pretrain.jsonl")
@@ -147,13 +144,11 @@ def test_its_time_and_tokens_are_those_of_the_run(run):
     assert summary["tokens_per_second"] == pytest.approx(tokens / summary["seconds"])
 
 
-@pytest.mark.slow
 def test_the_report_and_the_trackers_take_its_numbers(run):
     folder, _ = run
     assert "pretrain/explained_variance" in write_report(folder).read_text()
 
 
-@pytest.mark.slow
 def test_another_run_goes_on_with_the_pretrained_critic(run, tmp_path):
     """Trunk and head of `critic.name` are exactly those that were saved, and so are its first values."""
     folder, trainer = run
@@ -198,7 +193,6 @@ def scores_with(batch, spoil):
     return score
 
 
-@pytest.mark.slow
 def test_a_batch_that_is_not_finite_is_left_out_and_kept(tmp_path):
     score = scores_with(2, lambda scores: [math.nan, *scores[1:]])
     trainer = PPOTrainer(args=small(tmp_path / "run"), reward_funcs=score)
@@ -242,7 +236,6 @@ def undisturbed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "end"),
     [(2, Killed), (4, Killed), (2, KeyboardInterrupt), (3, KeyboardInterrupt)],
@@ -260,7 +253,6 @@ def test_a_run_that_is_cut_short_in_it_ends_as_one_that_was_not(batch, end, undi
     assert ("no checkpoint yet: the run begins anew" in read_events(tmp_path / "cut")) is not finished
 
 
-@pytest.mark.slow
 def test_a_run_that_stops_in_its_first_iteration_does_not_pretrain_again(tmp_path):
     class Full(Callback):
         def before_reward(self, trainer):

@@ -17,10 +17,11 @@ from helpers.commands import wait_for
 from helpers.files import count_lines, read_jsonl
 from tokencredit.cli import main
 
+pytestmark = pytest.mark.slow
+
 ACTIVE = ("\x1b", "\u202e", "\x9b")
 
 
-@pytest.mark.slow
 def test_keys_from_a_pipe_label_skip_and_go_back(pairs_file):
     done = subprocess.run(
         [sys.executable, "-m", "tokencredit", "label", str(pairs_file)],
@@ -38,7 +39,6 @@ def test_keys_from_a_pipe_label_skip_and_go_back(pairs_file):
     assert not any(mark in done.stdout for mark in ACTIVE)
 
 
-@pytest.mark.slow
 def test_a_full_file_asks_nothing(pairs_file, capsys):
     subprocess.run([sys.executable, "-m", "tokencredit", "label", str(pairs_file)], input="s\ns\ns\n", text=True)
     capsys.readouterr()
@@ -75,7 +75,6 @@ def canonical(terminal):
     return bool(termios.tcgetattr(terminal)[3] & termios.ICANON and termios.tcgetattr(terminal)[3] & termios.ECHO)
 
 
-@pytest.mark.slow
 def test_an_arrow_is_no_label(terminal, pairs_file):
     """The up key sends ESC [ A."""
     process, ours, theirs = terminal
@@ -88,7 +87,6 @@ def test_an_arrow_is_no_label(terminal, pairs_file):
     assert [json.loads(line)["label"] for line in labels.read_text().splitlines()] == ["skip"]
 
 
-@pytest.mark.slow
 def test_a_single_key_is_enough_at_a_terminal(terminal, pairs_file):
     process, ours, theirs = terminal
     labels = pairs_file.with_name("labels.jsonl")
@@ -101,7 +99,6 @@ def test_a_single_key_is_enough_at_a_terminal(terminal, pairs_file):
     assert [row["label"] for row in read_jsonl(labels)] == ["A", "B", "skip"]
 
 
-@pytest.mark.slow
 def test_ctrl_c_gives_the_terminal_back(terminal):
     process, _, theirs = terminal
     wait_for(lambda: not canonical(theirs), process)

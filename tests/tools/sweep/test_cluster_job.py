@@ -14,6 +14,8 @@ from tokencredit.tools.sweep.launch import Resources
 from tokencredit.tools.sweep.sweep_file import read_sweep
 from tools.sweep.test_runner import LONG, sweep_file
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = LONG | {"run": LONG["run"] | {"iterations": 100_000}}
 
 
@@ -28,7 +30,6 @@ def begin(run, token):
             job.kill()
 
 
-@pytest.mark.slow
 def test_a_job_stops_for_the_cluster_and_only_one_trains_a_run(tmp_path):
     (run,) = read_sweep(sweep_file(tmp_path, base=ENDLESS), configure)
     folder = JobFolder(run)
@@ -57,7 +58,6 @@ def test_a_job_stops_for_the_cluster_and_only_one_trains_a_run(tmp_path):
     assert run.log.read_text().count("resumed after iteration") == 2
 
 
-@pytest.mark.slow
 def test_a_job_without_the_folder_of_its_sweep_says_so(tmp_path):
     (run,) = read_sweep(sweep_file(tmp_path), configure)
     folder = JobFolder(run)

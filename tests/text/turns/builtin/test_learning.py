@@ -7,6 +7,8 @@ import pytest
 
 from tokencredit.cli import main
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parents[4] / "recipes" / "turns"
 
 
@@ -17,7 +19,6 @@ def rewards(tmp_path, recipe, *settings):
     return [json.loads(line)["reward"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.proof
 def test_the_policy_of_the_grid_learns_to_reach_the_goal(tmp_path):
     solved = rewards(tmp_path, "grid.yaml", "--run.iterations", "5")
@@ -25,7 +26,6 @@ def test_the_policy_of_the_grid_learns_to_reach_the_goal(tmp_path):
     assert solved[-1] > 0.7
 
 
-@pytest.mark.slow
 @pytest.mark.proof
 def test_the_policy_of_the_calculator_learns_to_calculate(tmp_path):
     solved = rewards(tmp_path, "calculator.yaml", "--run.iterations", "8", "--rollout.batch_size", "64")

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from helpers.turns import called, episode, said
 from tokencredit.text.turns.protocols.episode import CUT
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 4
 ASKED = [{"role": "user", "content": "Go."}]
 TEXTS = st.text(max_size=200) | st.text(st.characters(categories=["Cs", "Cc", "Lo"]), max_size=8)
@@ -77,7 +79,6 @@ def check(text):
     text.encode()
 
 
-@pytest.mark.slow
 @given(st.sampled_from([0, 1]), RESULTS)
 def test_any_result_of_a_step_is_a_reply_within_bounds(chat, result):
     begun, _ = STEPS[chat]
@@ -95,7 +96,6 @@ def test_any_result_of_a_step_is_a_reply_within_bounds(chat, result):
         check(message["content"])
 
 
-@pytest.mark.slow
 @given(VALUES)
 def test_any_result_of_a_tool_is_a_text_within_bounds(result):
     if not isinstance(result, dict | list | str):
@@ -106,7 +106,6 @@ def test_any_result_of_a_tool_is_a_text_within_bounds(result):
     check(reply.observation[0]["content"])
 
 
-@pytest.mark.slow
 @given(CALLS, st.none() | TEXTS)
 def test_calls_of_any_form_are_answered(calls, malformed):
     turn = called(malformed=malformed)
