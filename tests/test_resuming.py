@@ -324,19 +324,11 @@ def test_settings_may_change_and_that_is_written_down(tmp_path):
     assert all(state["step"] > 0 for state in trainer.learner.optimizer.state.values())
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"seed": 2}, "seed"),
-        ({"critic": CriticConfig(kind="separate")}, "critic.kind"),
-        ({"optim": OptimConfig(name="muon", schedule="cosine")}, "optim.name"),
-    ],
-)
-def test_settings_that_may_not_change_are_refused_by_key(changes, key, tmp_path):
+def test_a_setting_that_may_not_change_is_refused_before_a_file_is_touched(tmp_path):
     cut(PPOTrainer, text(tmp_path / "run"), 3)
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-    with pytest.raises(ConfigError, match=rf"{key} is .*, but this run was begun with .*; it cannot change any more"):
-        resumed(PPOTrainer, text(tmp_path / "run", **changes))
+    with pytest.raises(ConfigError, match=r"seed is .*, but this run was begun with .*; it cannot change any more"):
+        resumed(PPOTrainer, text(tmp_path / "run", seed=2))
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 

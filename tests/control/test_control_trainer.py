@@ -11,13 +11,13 @@ from gymnasium import spaces
 from safetensors.torch import load_file
 
 from helpers.configs import control_config, quiet_agent
-from helpers.files import read_metrics, without_times
+from helpers.files import read_metrics
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Collector
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.vector_environments import make_envs, statistics
 from tokencredit.core.masked import explained_variance
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError
 from tokencredit.settings.control import (
     AgentAdvantageConfig,
     AgentConfig,
@@ -44,20 +44,17 @@ def test_a_run_leaves_its_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_run(tmp_path):
-    runs = []
-    for name in ("one", "two"):
-        trainer = ControlTrainer(small(tmp_path / name))
-        trainer.train()
-        runs.append((read_metrics(tmp_path / name), trainer.agent.state_dict()))
-    assert without_times(runs[0][0]) == without_times(runs[1][0])
-    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-@pytest.mark.parametrize("critic", ["separate", "shared", "none"])
-@pytest.mark.parametrize("algorithm", ["ppo", "policy_gradient"])
+@pytest.mark.parametrize(
+    ("env", "critic", "algorithm"),
+    [
+        ("CartPole-v1", "separate", "ppo"),
+        ("Pendulum-v1", "shared", "ppo"),
+        ("CartPole-v1", "none", "ppo"),
+        ("Pendulum-v1", "separate", "policy_gradient"),
+        ("CartPole-v1", "shared", "policy_gradient"),
+        ("Pendulum-v1", "none", "policy_gradient"),
+    ],
+)
 def test_every_form_trains(env, critic, algorithm, tmp_path):
     estimator = "reward_to_go" if critic == "none" else "gae"
     args = small(
@@ -263,19 +260,6 @@ def test_the_overview_has_environment_shapes_and_folder(env, observation, action
     assert list(told) == ["environment", "observation", "action", "agent", "device", "run"]
 
 
-def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 100)
-    trainer = ControlTrainer(small(tmp_path / "run"))
-    step = trainer.envs.step
-    trainer.envs.step = lambda actions: (lambda observation, reward, *rest: (observation, reward * math.nan, *rest))(
-        *step(actions)
-    )
-    with pytest.raises(RunStopped, match=r"^nothing was learned in 3 iterations: no optimizer step was taken"):
-        trainer.train()
-    assert (tmp_path / "run" / "policy").is_dir()
-    assert (tmp_path / "run" / "checkpoints" / "000003").is_dir()
-
-
 def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
     trainer = ControlTrainer(small(tmp_path / "run", critic=AgentCriticConfig(warmup=1)))
     before = {name: x.clone() for name, x in trainer.agent.state_dict().items()}
@@ -285,12 +269,11 @@ def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "reached"), [("shared", 0.6), ("separate", 0.95)])
-def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_bit(kind, reached, tmp_path):
-    """A policy gradient of one step, then many of its baseline on the same batch; a shared critic is one layer."""
+def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_bit(tmp_path):
+    """A policy gradient of one step, then many of its baseline on the same batch."""
     agents, fits = [], []
     for steps in ({"epochs": 0}, {"epochs": 500, "lr": 1e-2, "clip": None}):
-        epochs, critic = steps["epochs"], AgentCriticConfig(kind=kind, coef=0.0, **steps)
+        epochs, critic = steps["epochs"], AgentCriticConfig(coef=0.0, **steps)
         changes = {"env": EnvConfig(normalize_observations=True), "optim": OptimConfig(warmup=0)}
         args = small(tmp_path / str(epochs), algorithm="policy_gradient", critic=critic, **changes)
         trainer = ControlTrainer(args)
@@ -303,7 +286,7 @@ def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_b
         with torch.no_grad():
             fits.append(explained_variance(trainer.agent.values(rollout.observations), returns, rollout.mask).item())
     assert all(torch.equal(x, agents[1][name]) for name, x in agents[0].items())
-    assert fits[0] < 0.3 < reached < fits[1]
+    assert fits[0] < 0.3 < 0.95 < fits[1]
 
 
 def test_a_critic_without_weight_in_the_loss_learns_in_its_own_steps_alone(tmp_path):

@@ -24,9 +24,10 @@ LIMIT, ROWS = 40, 6
 NO_END = SamplingConfig(max_new_tokens=LIMIT, stop_at_eos=False)
 
 
-@pytest.fixture(params=["llama", "gpt2"])
+@pytest.fixture
 def model(request, model_folders):
-    lm, _ = load_language_model(ModelConfig(name=str(model_folders[request.param])))
+    family = getattr(request, "param", "llama")
+    lm, _ = load_language_model(ModelConfig(name=str(model_folders[family])))
     return ActorCritic(lm).requires_grad_(False)
 
 
@@ -86,6 +87,7 @@ def test_draws_neither_depend_on_the_global_generator_nor_change_it(model, start
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("model", ["llama", "gpt2"], indirect=True)
 def test_each_token_has_the_log_prob_of_the_version_that_drew_it(model, start):
     completions, weights = sample_while(start(model), model)
     seen, apart = set(), []
@@ -172,7 +174,6 @@ def test_a_sampler_whose_thread_has_ended_fails_requests_and_syncs(model, start)
     assert "thread has ended" in failure_of(sampler.complete, requests(), NO_END, lambda *_: None)
 
 
-@pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_the_cache_grows_for_a_request_that_does_not_fit(model, start):
     sampler = start(model, rows=1)
     sampler.lm.register_forward_pre_hook(lambda *_: time.sleep(0.01))

@@ -11,7 +11,6 @@ import torch
 
 from helpers.configs import quiet
 from helpers.files import read_events, read_metrics
-from tokencredit.cli import main
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
 from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
@@ -306,13 +305,6 @@ def test_a_reward_that_is_named_counts_even_if_it_equals_the_default():
     (term,) = PPOConfig.from_dict(named).reward
     assert term.classifier == "builtin:reviews"
     assert PPOConfig.from_dict({"env.factory": "builtin:grid"}).reward == []
-
-
-def test_a_run_from_python_is_resumed_from_python(tmp_path, capsys):
-    PPOTrainer(args=from_python(tmp_path / "run"), environment_factory=Dice).train()
-    assert main(["train", "--resume", str(tmp_path / "run"), "--run.iterations", "2"]) == 2
-    error = capsys.readouterr().err
-    assert "was begun in Python with environment_factory, which its folder does not hold; pass the same from" in error
 
 
 @pytest.mark.parametrize(
