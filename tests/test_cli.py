@@ -181,29 +181,6 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("kl:\n  coeff: 1\n", r"{file}: unknown key kl.coeff; did you mean kl.coef?"),
-        ("kl:\n  coef: 1\n bad\n", r"{file}: while parsing"),
-        ("- 1\n- 2\n", r"{file}: it holds no settings; it must be a mapping of keys to values"),
-        ("", r"{file}: it holds no settings; it must be a mapping of keys to values"),
-        ("\0\udcff", r"{file}: 'utf-8' codec can't decode byte"),
-        ("ppo:\n  minibatches:\n", r"ppo.minibatches is null; it needs a value"),
-        (
-            "reward:\n- label: A\n  clasifier: b\n",
-            r"{file}: unknown key reward[0].clasifier; did you mean reward[0].classifier?",
-        ),
-        ("reward:\n- label: A\n", r"{file}: reward[0] needs exactly one of function, classifier, reward_model"),
-    ],
-)
-def test_mistakes_in_a_file_are_answered_in_one_line(text, message, tmp_path, capsys):
-    file = tmp_path / "run.yaml"
-    file.write_text(text, errors="surrogateescape")
-    assert message.format(file=file) in refused(capsys, "train", "--config", str(file))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("text", ["lrr: 1\n", ""])
 def test_the_file_with_the_mistake_is_named(text, tmp_path, capsys):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
@@ -235,7 +212,10 @@ def test_help_and_mistakes_import_nothing_heavy():
     """This is why both answer at once."""
     program = """
 from tokencredit.cli import main
-for arguments in ("--help", "train --help", "train --ppo.clip 2", "train --run.dir /"):
+for arguments in (
+    "--help", "train --help", "train --ppo.clip 2", "train --run.dir /", "evaluate --help", "evaluate --model x",
+    "evaluate --model x --temperature 0", "check-template .", "chat builtin:reviews --base", "inspect .",
+):
     try:
         main(arguments.split())
     except SystemExit:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers.commands import HEAVY, imported, refused
+from helpers.commands import refused
 from tokencredit.errors import ConfigError
 from tokencredit.settings.source import read_source
 
@@ -70,16 +70,3 @@ def test_other_folders_are_refused(text, message, tmp_path):
 )
 def test_mistakes_of_evaluate_are_answered_in_one_line(arguments, message, capsys):
     assert message in refused(capsys, "evaluate", *arguments)
-
-
-@pytest.mark.slow
-def test_mistakes_of_evaluate_import_nothing_heavy():
-    program = """
-from tokencredit.cli import main
-for arguments in ("evaluate --help", "evaluate", "evaluate --model x --temperature 0", "evaluate --model x"):
-    try:
-        main(arguments.split())
-    except SystemExit:
-        pass
-"""
-    assert imported(program, *HEAVY) == []

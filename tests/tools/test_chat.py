@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from helpers.commands import HEAVY, imported, refused
+from helpers.commands import refused
 from helpers.configs import quiet, text_config
 from helpers.models import with_chat_template
 from tokencredit.cli import main
@@ -140,9 +140,3 @@ def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
 def test_a_message_that_does_not_fit_is_one_line(capsys):
     message = refused(capsys, "chat", "builtin:reviews", "--message", "word " * 300)
     assert "and 64 fit into the context of 'builtin:reviews' beside --max_new_tokens 64" in message
-
-
-@pytest.mark.slow
-def test_mistakes_import_nothing_heavy():
-    program = "from tokencredit.cli import main\nmain(['chat', 'builtin:reviews', '--base'])"
-    assert imported(program, *HEAVY) == []

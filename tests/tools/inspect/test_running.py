@@ -4,7 +4,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from helpers.commands import imported, refused
+from helpers.commands import refused
 from helpers.configs import quiet, text_config
 from helpers.rewards import vowels
 from tokencredit.cli import main
@@ -150,8 +150,3 @@ def test_the_only_matrix_that_changed_is_the_answer(run, tmp_path):
     assert answer["top"][0]["share"] == pytest.approx(1, abs=1e-3)
     assert "Layer 2 MLP carries 100 % of that" in answer["sentence"]
     assert all(share == pytest.approx(1, abs=1e-2) for share in answer["top"][0]["others"] if share is not None)
-
-
-def test_a_mistake_loads_nothing_heavy(tmp_path):
-    program = f"from tokencredit.cli import main; main(['inspect', {str(tmp_path)!r}])"
-    assert imported(program, "torch", "transformers") == []

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from helpers.chat_templates import MODELS, chat_tokenizer, template_of
-from helpers.commands import HEAVY, imported, refused
+from helpers.commands import refused
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
@@ -130,9 +130,3 @@ def test_the_command_fails_for_a_difference_that_matters(tmp_path, capsys):
 )
 def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
     assert message in refused(capsys, "check-template", *arguments)
-
-
-@pytest.mark.slow
-def test_mistakes_import_nothing_heavy():
-    program = "from tokencredit.cli import main\nmain(['check-template', '.'])"
-    assert imported(program, *HEAVY) == []
