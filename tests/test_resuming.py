@@ -324,8 +324,8 @@ def test_settings_may_change_and_that_is_written_down(tmp_path):
     assert all(state["step"] > 0 for state in trainer.learner.optimizer.state.values())
 
 
-def test_a_setting_that_may_not_change_is_refused_before_a_file_is_touched(tmp_path):
-    cut(PPOTrainer, text(tmp_path / "run"), 3)
+def test_a_setting_that_may_not_change_is_refused_before_a_file_is_touched(cut_in_6, tmp_path):
+    shutil.copytree(cut_in_6, tmp_path / "run")
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     with pytest.raises(ConfigError, match=r"seed is .*, but this run was begun with .*; it cannot change any more"):
         resumed(PPOTrainer, text(tmp_path / "run", seed=2))
@@ -403,8 +403,9 @@ def test_a_moved_folder_is_resumed_where_it_is(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path):
-    cut(PPOTrainer, text(tmp_path / "run", 5), 3)
+def test_a_manifest_cannot_lead_out_of_its_folder(cut_in_6, tmp_path):
+    shutil.copytree(cut_in_6, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "000004")
     manifest = tmp_path / "run" / "checkpoints" / "000002" / "manifest.json"
     told = json.loads(manifest.read_text())
     for name in ("../../../secret", str(tmp_path / "secret"), "tensors/../../../../secret"):
@@ -412,7 +413,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path):
         files = told["files"] | {name: {"bytes": 2, "sha256": "0"}}
         manifest.write_text(json.dumps(told | {"files": files}))
         with pytest.raises(ConfigError, match=r"is not a file of the folder"):
-            resumed(PPOTrainer, text(tmp_path / "run", 5))
+            resumed(PPOTrainer, text(tmp_path / "run"))
 
 
 def test_files_have_the_users_own_permissions(tmp_path):

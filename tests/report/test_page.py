@@ -253,16 +253,16 @@ def test_a_real_run_of_episodes_is_shown_as_it_was_credited(unit, tmp_path):
         {
             "model": {"name": "builtin:grid", "dtype": "float32"},
             "env": {"factory": "builtin:grid", "turn_tokens": 8, "max_turns": 4},
-            "rollout": {"batch_size": 16, "max_new_tokens": 120},
+            "rollout": {"batch_size": 8, "max_new_tokens": 120},
             "advantage": {"unit": unit, "gamma": 0.9},
-            "run": {"dir": str(tmp_path / "run"), "iterations": 2, "samples": 16, "trackers": [], "show_every": 0},
+            "run": {"dir": str(tmp_path / "run"), "iterations": 1, "samples": 8, "trackers": [], "show_every": 0},
         }
     )
     PPOTrainer(args=args).train()
     run = read_run(tmp_path / "run")
     data = data_of((tmp_path / "run" / "report.html").read_text())
     place = data["alternatives"].index("gae, λ = 0.95")
-    assert len(data["credit"]) == len(run.samples) == 32
+    assert len(data["credit"]) == len(run.samples) == 8
     for shown, written in zip(data["credit"], run.samples, strict=True):
         acted = [place for place, chosen in enumerate(written["mask"]) if chosen]
         assert shown["tokens"] == [written["tokens"][i].replace("\n", "⏎\n") for i in acted]
