@@ -25,7 +25,6 @@ from tokencredit.learn.objective import (
 )
 from tokencredit.learn.optim import schedule
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings, ratios
-from tokencredit.runs.checkpoint import read_checkpoint, write_checkpoint
 
 STATES, ACTIONS, ROWS, TIME = 6, 5, 8, 7
 OBJECTIVE = Objective(clip=0.2, value_clip=0.3, value_coef=0.5, entropy_coef=0.01)
@@ -440,23 +439,6 @@ def test_the_buffer_s_steps_by_hand(world):
     metrics = learner.update(new)
     torch.testing.assert_close(policy.value.detach(), expected)
     assert metrics["critic_steps"] == 3
-
-
-def test_a_buffer_goes_on_from_its_state(world, tmp_path):
-    policy, experience = world
-    settings = {"minibatches": 2, "critic_epochs": 2, "critic_buffer": 2}
-    once, again = learner_of(policy, **settings), learner_of(TablePolicy(), **settings)
-    for shift in (1, 2, 3):
-        once.update(earlier(experience, shift))
-    shared, own = once.state()
-    write_checkpoint(tmp_path, shared, own, Processes())
-    assert (tmp_path / "process-0.safetensors").is_file()
-    read = read_checkpoint(tmp_path, Processes())
-    again.load(read, read["process"])
-    expected = once.update(experience)
-    assert again.update(experience) == expected
-    assert expected["critic_steps"] == 2 * 3 * 2
-    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.model.parameters(), strict=True))
 
 
 def test_a_damaged_experience_does_not_stay_in_the_buffer(world):

@@ -51,8 +51,7 @@ def batch(request, tmp_path):
     return trainer, scored, trainer.credit.give(scored)[1]
 
 
-@pytest.mark.parametrize("whiten", [False, True])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(("whiten", "micro_batches"), [(False, 1), (True, 3)])
 def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
     whiten, micro_batches, batch, counts, monkeypatch
 ):
@@ -77,6 +76,7 @@ def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
     }
 
 
+@pytest.mark.parametrize("batch", ["shared"], indirect=True)
 @pytest.mark.parametrize("kind", [SequenceObjective, WeightedObjective, partial(WeightedObjective, divergence="tv")])
 def test_another_loss_waits_no_more(kind, batch, counts):
     trainer, _, experience = batch

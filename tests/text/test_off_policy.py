@@ -264,47 +264,6 @@ def test_the_pass_before_an_update_is_skipped_where_nothing_reads_it(critic, pro
     assert ("behavior_logprobs" in sample) == (passes == 3)
 
 
-@pytest.mark.slow
-def test_an_interpolated_update_by_hand(tmp_path):
-    """The first loss of a batch with tokens of ages 0 to 3, and the same in micro-batches."""
-    rollout = RolloutConfig(batch_size=8, max_new_tokens=8, engine="continuous", max_age=3)
-    args = text_config(
-        tmp_path,
-        rollout=rollout,
-        ppo=UpdateConfig(epochs=1, minibatches=1, micro_batch_tokens=40),
-        off_policy=OffPolicyConfig(proximal="interpolated", correct="mask", low=0.9, high=1.2),
-    )
-    trainer = PPOTrainer(args=args)
-    scored = trainer.collect()
-    trainer.source.close()
-    present, mask = scored.rollout.logprobs, scored.rollout.mask
-    age = torch.arange(mask.numel()).view(mask.shape) % 4
-    drawn = present + 0.3 * torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
-    scored = replace(scored, rollout=replace(scored.rollout, behavior_logprobs=drawn, age=age))
-    _, experience = trainer.credit.give(scored)
-    assert experience.weights is None
-    _, early = trainer.credit.give(replace(scored, rollout=replace(scored.rollout, age=None)))
-    assert (early.age == 0).all(), "pretraining samples nothing ahead"
-    metrics = trainer.learner.update(experience)
-    power = torch.where(age > 0, 1 / age.clamp(min=1), 1.0)
-    ratio, weight = (power * (present - drawn)).exp(), ((1 - power) * (present - drawn)).exp()
-    weight = weight * ((weight >= 0.9) & (weight <= 1.2))
-    advantages = experience.advantages
-    losses = -weight * torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    assert metrics["policy_loss"] == pytest.approx(float(losses[mask].mean()), abs=1e-5)
-    expected = {
-        "ratio_mean": ratio[mask].mean(),
-        "clip_fraction": ((ratio < 0.8) | (ratio > 1.2))[mask].float().mean(),
-        "weight_mean": weight[mask].mean(),
-        "weight_zero": (weight == 0)[mask].float().mean(),
-        "behavior_kl": (drawn - present)[mask].mean(),
-    }
-    assert {name: metrics[name] for name in expected} == pytest.approx(
-        {k: float(x) for k, x in expected.items()}, abs=1e-5
-    )
-    assert 0 < metrics["weight_zero"] < 1
-
-
 def test_interpolation_needs_tokens_with_an_age():
     for rollout in ({}, {"rollout.engine": "continuous"}):
         with pytest.raises(ConfigError, match=r"off_policy\.proximal is interpolated, .*; set rollout\.max_age with"):
