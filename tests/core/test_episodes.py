@@ -15,7 +15,7 @@ def by_definition(deltas, decays, dtype=torch.float64):
     return torch.stack(results[::-1], dim=-1)
 
 
-def test_by_hand():
+def test_a_reverse_scan_by_hand():
     # A₂ = 3;  A₁ = 2 + 0.5 · 3 = 3.5;  A₀ = 1 + 2 · 3.5 = 8
     scanned = reverse_scan(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 0.5, 7.0]))
     assert scanned.tolist() == [8.0, 3.5, 3.0]
@@ -29,7 +29,7 @@ def test_by_hand():
     cuts=st.sampled_from([0.0, 0.1]),
     seed=st.integers(0, 2**32),
 )
-def test_exact_to_float32_rounding(rows, time, low, high, cuts, seed):
+def test_a_reverse_scan_is_exact_to_float32_rounding(rows, time, low, high, cuts, seed):
     generator = torch.Generator().manual_seed(seed)
     deltas = torch.randn(rows, time, generator=generator)
     decays = low + (high - low) * torch.rand(rows, time, generator=generator)
@@ -59,7 +59,7 @@ def test_decays_may_be_shared_by_all_rows():
         torch.testing.assert_close(reverse_scan(deltas, shared), expected)
 
 
-def test_types_and_modes():
+def test_a_reverse_scan_is_float32_or_wider_without_gradient():
     deltas, decays = torch.ones(2, 5), torch.ones(2, 5)
     assert reverse_scan(deltas.half(), decays.bfloat16()).dtype == torch.float32
     assert reverse_scan(deltas.double(), decays).dtype == torch.float64

@@ -40,7 +40,7 @@ def full(policy, ref, targets, mask, temperature, softcap):
     return [x * mask for x in (logprobs, -(log_p.exp() * log_p).sum(-1), exact_kl(log_p, log_q))]
 
 
-def test_by_hand():
+def test_log_probs_entropy_and_kl_by_hand():
     # Logits (log 1, log 2, log 5): probabilities ⅛, ¼, ⅝
     weight = torch.tensor([[1.0], [2.0], [5.0]]).log()
     logprobs, entropy = token_logprobs(torch.tensor([[1.0], [1.0]]), weight, torch.tensor([1, 2]), entropy=True)

@@ -82,7 +82,7 @@ def test_the_overlong_penalty_refuses(changes, message):
         overlong_penalty(torch.tensor([3]), **({"limit": 20, "tokens": 4, "penalty": 1.0} | changes))
 
 
-def test_types():
+def test_rewards_are_float32_or_wider_without_gradient():
     assert token_rewards(torch.tensor([5, 7]), MASK).dtype == torch.float32
     assert token_rewards(torch.tensor([5.0, 7.0]).half(), MASK).dtype == torch.float32
     assert token_rewards(torch.tensor([5.0, 7.0]).double(), MASK).dtype == torch.float64
@@ -178,7 +178,7 @@ def test_gradients_are_those_that_the_docstrings_say(pair):
 
 
 @pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))
-def test_what_is_masked_reaches_no_gradient(name):
+def test_masked_tokens_have_no_gradient(name):
     policy = torch.tensor([-1.0, -1e30, math.nan, math.inf], requires_grad=True)
     reference = torch.tensor([-2.0, math.nan, -1.0, 1e30])
     kl_estimate(name, policy, reference, torch.tensor([True, False, False, False])).sum().backward()

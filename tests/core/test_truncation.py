@@ -15,7 +15,7 @@ TARGETS = torch.tensor([1, 2])
     [torch.tensor([[True, True, False], [False, True, True]]), torch.tensor([[1, 0, -1], [2, -1, 1]])],
     ids=["bool", "ids"],
 )
-def test_by_hand(support):
+def test_log_probs_on_a_support_by_hand(support):
     """0.3 / 0.8 and 0.3 / 0.9; the gradient is that of a softmax over the support alone."""
     logits = LOGITS.clone().requires_grad_()
     logprobs = truncated_logprobs(logits, TARGETS, support)

@@ -12,7 +12,7 @@ MASK = flags([1, 1, 0, 1, 1, 0, 0], [1, 0, 0, 1, 0, 1, 1])
 ENDS = flags([0, 1, 0, 0, 1, 0, 0], [1, 0, 0, 1, 0, 0, 1])
 
 
-def test_a_worked_example():
+def test_credit_by_turn_of_a_worked_example():
     """Two turns of two tokens: rewards 1 and 2, values 0.5 and 1 at their first tokens, γ = 0.5, λ = 0.5.
 
     δ₀ = 1 + 0.5 · 1 − 0.5 = 1, δ₁ = 2 − 1 = 1; A₁ = 1, A₀ = 1 + 0.25 · 1 = 1.25; G₀ = 1.75, G₁ = 2.
@@ -102,7 +102,7 @@ def test_every_estimator_sees_turns_as_steps(name):
             assert not spread[row][~mask[row]].any()
 
 
-def test_wrong_shapes_are_named():
+def test_shapes_of_turns_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"ends has shape"):
         Turns.of(MASK, ENDS[:, :3])
     with pytest.raises(ValueError, match=r"mask has dtype"):

@@ -42,7 +42,7 @@ def test_length_batches_have_the_least_cost(lengths, overhead, slack):
         assert all(len(rows) * lengths[rows].max() <= budget for rows in batches)
 
 
-def test_by_hand(monkeypatch):
+def test_length_batches_by_hand(monkeypatch):
     # Together 4 · 100 tokens; apart 100 + 3 · 10 and one more pass at 20.
     monkeypatch.setattr(minibatches, "PASS_OVERHEAD", 20)
     first, second = length_batches(torch.tensor([10, 100, 10, 10]))
@@ -55,6 +55,6 @@ def test_rows_of_one_length_stay_together():
     assert rows.tolist() == list(range(500))
 
 
-def test_a_row_that_is_longer_than_the_budget():
+def test_a_row_longer_than_the_budget_is_refused():
     with pytest.raises(ValueError, match=r"budget is 9; it must be at least 10, the tokens of the longest row"):
         length_batches(torch.tensor([3, 10]), 9)

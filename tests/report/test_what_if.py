@@ -11,7 +11,7 @@ from tokencredit.report.what_if import ALTERNATIVES, what_if
 SAMPLE = {"rewards": [0.0, 0.0, 1.0], "values": [0.5, 0.25, 0.5]}
 
 
-def test_by_hand():
+def test_alternative_credit_by_hand():
     found = what_if(SAMPLE, gamma=1.0)
     assert list(found) == list(ALTERNATIVES)
     # δ = [0.25 − 0.5, 0.5 − 0.25, 1 − 0.5]
