@@ -10,9 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoModelForCausalLM
 
-from helpers.shapes import BATCH, SMALL, VARIANTS, build, inputs_of, train
+from tokencredit.settings.model import LoraConfig
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import trunk_of
+from tokencredit.text.models.critic import Critic, build_value_head
+from tokencredit.text.models.kv_cache import sampling_cache
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +23,61 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 import cost_tables  # noqa: E402
 import costs  # noqa: E402
-from costs import Setup  # noqa: E402
+from costs import Batch, Setup, Shape  # noqa: E402
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+SMALL = {
+    "gpt2": Shape("small", "gpt2", 97, 64, 3, 4, 4, 16, 160, 128),
+    "llama": Shape("small", "llama", 97, 64, 3, 4, 2, 24, 112, 128),
+}
+BATCH = Batch(rows=2, prompt=40, new=60)
+VARIANTS = {
+    "shared": Setup(),
+    "separate": Setup("separate"),
+    "none": Setup("none"),
+    "adapter": Setup("shared", 4),
+}
+
+
+def build(shape: Shape, setup: Setup) -> ActorCritic:
+    """A model with random weights."""
+    torch.manual_seed(0)
+    lm, trunk = AutoModelForCausalLM.from_config(costs.config_of(shape)), None
+    if setup.critic == "separate":
+        trunk = trunk_of(AutoModelForCausalLM.from_config(costs.config_of(shape)))
+    if setup.lora_rank:
+        add_adapter(lm, lora_config(LoraConfig(rank=setup.lora_rank)), "model.lora")
+    critic = None if setup.critic == "none" else Critic(build_value_head("mlp", shape.width), trunk)
+    return ActorCritic(lm, critic)
+
+
+def inputs_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """Rows with a little padding, so that the attention has a mask."""
+    torch.manual_seed(0)
+    mask = torch.ones(batch.rows, batch.prompt, dtype=torch.bool)
+    mask[0, :3] = False
+    ids = [torch.randint(0, 90, (batch.rows, length)) for length in (batch.prompt, batch.new)]
+    return {
+        "prompt_ids": ids[0],
+        "prompt_mask": mask,
+        "response_ids": ids[1],
+        "mask": torch.ones(batch.rows, batch.new, dtype=torch.bool),
+    }
+
+
+def train(model: ActorCritic, batch: Batch) -> None:
+    """A forward and a backward pass, as an update takes them."""
+
+    class Loss:
+        additive = True
+
+        def __call__(self, now, at):
+            return now.logprobs.sum()
+
+    now = model(inputs_of(batch), temperature=1.0, policy_loss=Loss())
+    (now.policy_loss + (0 if now.values is None else now.values.sum())).backward()
 
 
 def counted(model: ActorCritic, run) -> float:
@@ -75,7 +130,7 @@ def test_sampling_flops_are_those_of_a_pass_per_token(shape):
 
     @torch.no_grad()
     def sample():
-        cache, start = model_cache(model), 0
+        cache, start = sampling_cache(model.lm.config), 0
         for end in range(batch.prompt, batch.prompt + batch.new):
             places = torch.arange(start, end).expand(batch.rows, -1)
             hidden = model.hidden(ids[:, start:end], mask[:, :end], places, cache)[:, -1]
@@ -85,12 +140,6 @@ def test_sampling_flops_are_those_of_a_pass_per_token(shape):
 
     with sdpa_kernel(SDPBackend.MATH):
         assert counted(model, sample) == costs.iteration_flops(shape, batch, Setup())["rollout"]
-
-
-def model_cache(model: ActorCritic):
-    from tokencredit.text.models.kv_cache import sampling_cache
-
-    return sampling_cache(model.lm.config)
 
 
 def test_the_page_of_results_holds_the_tables():
