@@ -104,11 +104,7 @@ class Gaussian(nn.Module):
 
 
 def actions_of(space: spaces.Space[Any], log_std: float, mapping: str) -> Categorical | Gaussian:
-    """The action distribution for an action space.
-
-    Raises:
-        ConfigError: the space is not supported, or actions cannot be scaled to its bounds.
-    """
+    """The action distribution for an action space; `ConfigError` if there is none, or no bounds to scale to."""
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return Categorical(space)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -15,12 +14,6 @@ from tokencredit.control.actions import actions_of
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
 from tokencredit.settings.control import AgentConfig
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "relu": nn.functional.relu,
-    "gelu": nn.functional.gelu,
-}
 
 
 class Agent(nn.Module):
@@ -103,7 +96,7 @@ class Perceptron(nn.Module):
     def __init__(self, size: int, args: AgentConfig):
         super().__init__()
         self.layers = nn.ModuleList(linear(a, b, math.sqrt(2)) for a, b in pairwise([size, *args.hidden]))
-        self.activation = ACTIVATIONS[args.activation]
+        self.activation = getattr(nn.functional, args.activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states `[..., width]` of observations; functional calls, since module calls are slow at this size."""
@@ -117,7 +110,7 @@ class Transformer(nn.Module):
 
     def __init__(self, size: int, args: AgentConfig):
         super().__init__()
-        width, self.shape, activation = args.hidden[0], (args.context, size), ACTIVATIONS[args.activation]
+        width, self.shape, activation = args.hidden[0], (args.context, size), getattr(nn.functional, args.activation)
         self.embedding = linear(size, width, 1.0)
         self.positions = nn.Parameter(torch.empty(args.context, width).normal_(std=0.02))
         self.blocks = nn.ModuleList(

@@ -151,12 +151,7 @@ def load_agent(folder: Path, args: ControlConfig) -> tuple[Agent, VectorEnv]:
 
 
 def play_run(run: Path, args: ControlConfig, settings: EpisodesConfig, seed: int) -> dict[str, float]:
-    """Play episodes with a run's trained agent and print the mean return; videos go to the run's folder.
-
-    Raises:
-        ConfigError: the run holds no agent, or its environment cannot be recorded.
-        RunStopped: an environment raised.
-    """
+    """Play episodes with a run's trained agent and print the mean return; videos go to the run's folder."""
     with expected_warnings(args.env):
         if settings.videos:
             check_videos(args)

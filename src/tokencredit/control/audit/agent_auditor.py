@@ -107,13 +107,8 @@ class AgentAuditor:
     def audit(self, number: int, settings: AgentAuditConfig) -> dict[str, Any]:
         """Audit fresh episodes, seeded by the iteration `number`.
 
-        Returns:
-            The contents of audit.json: as for text, but without samples, and with `bootstrapped`, the mean weight of
-            the critic's values in the true ones.
-
-        Raises:
-            NotReplayed: the environment cannot be replayed.
-            RunStopped: the environment raised, returned a non-finite number, or an episode does not end.
+        Returns the contents of audit.json: as for text, but without samples, and with `bootstrapped`, the mean weight
+        of the critic's values in the true ones. Raises `RunStopped` if the environment fails or cannot be replayed.
         """
         started, random = time.perf_counter(), generator(STREAM, self.args.seed, number)
         deadline = None if settings.seconds is None else started + settings.seconds

@@ -42,11 +42,8 @@ def rendered_after(
 ) -> str:
     """The text that a chat template adds for the assistant's messages after a conversation.
 
-    `text` is the conversation as rendered for the policy, with its generation prompt.
-
-    Raises:
-        ConfigError: the template rejects the conversation, or renders its beginning differently with an answer, so
-            that the model would learn from a prompt that it never sees.
+    `text` is the conversation as rendered for the policy, with its generation prompt. `ConfigError` if the template
+    rejects it, or renders its beginning differently with an answer: the model would learn from a prompt it never sees.
     """
     conversation = answered(prompt, text, completion)
     try:
@@ -63,11 +60,7 @@ def rendered_after(
 
 
 def answered(prompt: list[dict[str, Any]], text: str, completion: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation with the assistant's messages after it; a text continues a prefill, and a message includes it.
-
-    Raises:
-        ConfigError: the first message of the completion does not begin with the prefill.
-    """
+    """A conversation with the assistant's messages after it; a text continues a prefill, and a message includes it."""
     if not prefilled(prompt):
         return [*prompt, *messages(completion, "assistant")]
     if isinstance(completion, str):
@@ -79,11 +72,7 @@ def answered(prompt: list[dict[str, Any]], text: str, completion: str | list[dic
 
 
 def unfinished(rendered: str, completion: str | list[dict[str, Any]]) -> str:
-    """A rendered completion without what the chat template adds after its last message's content.
-
-    Raises:
-        ConfigError: the template changes the content.
-    """
+    """A rendered completion without what the chat template adds after its last message's content."""
     last = completion if isinstance(completion, str) else content(completion[-1])
     for said in (last, last.strip()):
         if said and said in rendered:

@@ -22,13 +22,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
     ):
-        """Decode the prompt.
-
-        Args:
-            tokenizer: the policy's.
-            prompt_ids: token ids of the prompt, without padding.
-            skip_special_tokens: leave special tokens out of the texts.
-        """
+        """Decode the prompt, given without padding; texts leave out special tokens if `skip_special_tokens`."""
         self.tokenizer, self.prompt_ids, self.skip_special_tokens = tokenizer, list(prompt_ids), skip_special_tokens
         self.prompt = self._decode(self.prompt_ids)
 

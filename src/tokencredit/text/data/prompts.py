@@ -41,6 +41,21 @@ class PromptBatch:
     columns: dict[str, list[Any]]
     """The data set's other columns."""
 
+    @classmethod
+    def padded(
+        cls,
+        prompts: list[Prompt],
+        texts: list[str],
+        ids: Sequence[list[int]],
+        columns: dict[str, list[Any]],
+        pad_id: int = 0,
+    ) -> PromptBatch:
+        """A batch of token ids of different lengths."""
+        width = max(map(len, ids))
+        padded = torch.tensor([[pad_id] * (width - len(row)) + row for row in ids])
+        mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in ids])
+        return cls(prompts, texts, padded, mask, columns)
+
     def to(self, device: torch.device) -> PromptBatch:
         """The batch with its tensors on a device."""
         return replace(self, ids=self.ids.to(device), mask=self.mask.to(device))
@@ -121,15 +136,9 @@ class Prompts:
         chosen = [int(self.kept[place]) for place in places]
         rows = {index: self.rows[index] for index in dict.fromkeys(chosen)}
         read = {index: self._read(index, row) for index, row in rows.items()}
-        width = max(len(ids) for _, _, ids in read.values())
         prompts, texts, ids = zip(*(read[index] for index in chosen), strict=True)
-        return PromptBatch(
-            prompts=list(prompts),
-            texts=list(texts),
-            ids=torch.tensor([[self.pad_id] * (width - len(row)) + row for row in ids]),
-            mask=torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in ids]),
-            columns={name: [rows[index].get(name) for index in chosen] for name in self.other_columns},
-        )
+        columns = {name: [rows[index].get(name) for index in chosen] for name in self.other_columns}
+        return PromptBatch.padded(list(prompts), list(texts), ids, columns, self.pad_id)
 
     def dropped(self) -> str | None:
         """A line about prompts that were dropped as too long; None if there are none."""

@@ -51,15 +51,12 @@ class OfflineTrainer:
     """Trains a model on a data set: supervised fine-tuning, a reward model, or DPO, by the kind of configuration."""
 
     def __init__(self, args: OfflineSettings, train_dataset: Rows | None = None, eval_dataset: Rows | None = None):
-        """Load everything that a run needs; `train` creates its folder.
+        """Load everything that a run needs, or raise `ConfigError`; `train` creates its folder.
 
         Args:
             args: an `SFTConfig`, `RewardModelConfig` or `DPOConfig`.
             train_dataset: rows in place of `data.dataset`, as a `datasets.Dataset` or a list of dicts.
             eval_dataset: the same for held-out rows, in place of `eval.dataset`.
-
-        Raises:
-            ConfigError: a setting, model, row or folder cannot be used; the message names its key.
         """
         self.processes = Processes(args.run.timeout)
         size, processes = args.data.batch_size, self.processes.count

@@ -65,9 +65,6 @@ def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[
 
     `columns` are the arguments that its function may take by name, one entry per completion; `read` parses and checks
     what it returns, and raises `RewardError` if that is malformed.
-
-    Raises:
-        ConfigError: the function has a required argument that is not among the columns.
     """
     args, kwargs = _arguments(term, columns)
     call = functools.partial(_call_with_retries, term, columns, functools.partial(_call, term, args, kwargs), read)

@@ -179,8 +179,7 @@ def score(
         terms: at least one.
         prompts: plain texts or lists of messages.
         completions: one per prompt, in the same format.
-        columns: further arguments that functions may take by name, one entry per completion: the data set's columns,
-            `completion_ids`, and `ref_logprobs` if there is a reference model.
+        columns: further arguments that functions may take by name, one entry per completion.
         lengths: sampled tokens of each completion, the end-of-sequence token included.
         finite: raise for numbers that are not finite, instead of returning them.
         started: calls from `start_calls`.

@@ -152,17 +152,10 @@ def load_environments(
     factory: Any = None,
     functions: Sequence[Callable[..., Any]] | None = None,
 ) -> Environments:
-    """Load environments and tools, and create one environment per factory.
+    """Load environments and the tools of the setting `tools`, and create one environment per factory.
 
-    Args:
-        config: the settings `env`.
-        tools: the setting `tools`: `pkg.module:name` or `path/file.py:name`.
-        factory: the argument `environment_factory` of `PPOTrainer`, in place of the settings' environment: a class, a
-            function that returns an environment, or a dict of them by name.
-        functions: the argument `tools` of `PPOTrainer`, in place of the setting.
-
-    Raises:
-        ConfigError: an environment or a tool cannot be loaded or used, or is given twice.
+    `factory` and `functions` are the arguments `environment_factory` and `tools` of `PPOTrainer`, in place of those of
+    the settings. `ConfigError`: one of them cannot be loaded or used, or is given twice.
     """
     if factory is not None and config.given():
         raise ConfigError("environment_factory is given, and an environment in env; leave one of them out")

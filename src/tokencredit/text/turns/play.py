@@ -82,10 +82,6 @@ class EpisodePlayer:
 
         `settings.max_new_tokens` counts all tokens of an episode after its prompt; `uniforms` are
         `[batch, settings.max_new_tokens]`, random numbers in [0, 1).
-
-        Raises:
-            ConfigError: user code cannot begin an episode.
-            RunStopped: the prompt of an episode is too long.
         """
         # Reset all environments at once, in threads: each gives its prompt.
         episodes = self.environments.begin(tasks.rows, tasks.seeds)
@@ -121,14 +117,7 @@ class EpisodePlayer:
                 raise RunStopped(f"the prompt of an episode has {len(row)} tokens; it must have at least one{limit}")
             texts.append(text)
             ids.append(row)
-        width = max(map(len, ids))
-        return PromptBatch(
-            prompts=prompts,
-            texts=texts,
-            ids=torch.tensor([[0] * (width - len(row)) + row for row in ids]),
-            mask=torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in ids]),
-            columns=columns,
-        )
+        return PromptBatch.padded(prompts, texts, ids, columns)
 
 
 class EpisodeState:

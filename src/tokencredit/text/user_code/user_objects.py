@@ -5,15 +5,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from tokencredit.errors import ConfigError
@@ -24,16 +22,10 @@ LIBRARIES = [str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib",
 
 
 def load_object(spec: str, kind: str) -> Any:
-    """Load the object named by `spec`.
+    """Load the object named `pkg.module:name` or `path/file.py:name`, a reward, environment or tool by its kind.
 
-    A file is run once for all the objects that are loaded from it, and again after it has changed.
-
-    Args:
-        spec: `pkg.module:name` or `path/file.py:name`.
-        kind: of the object, in messages: reward, environment, tool.
-
-    Raises:
-        ConfigError: the file, module or attribute does not exist, or its code fails.
+    A file is run once for all the objects that are loaded from it, and again after it has changed. Raises `ConfigError`
+    if the file, module or attribute does not exist, or its code fails.
     """
     location, _, name = spec.rpartition(":")
     module = _from_file(location, kind) if location.endswith(".py") else _from_module(location, kind)
@@ -53,24 +45,15 @@ def _from_file(location: str, kind: str) -> ModuleType:
     name = f"tokencredit_user_{path.stem}_{key}"
     if name in sys.modules:
         return sys.modules[name]
-    loader = _Uncached(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None  # since there is a loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module there
+    module = sys.modules[name] = ModuleType(name)  # dataclasses look up their module there
+    module.__file__ = str(path)
     try:
-        loader.exec_module(module)
+        # Not by an import, which takes a compiled file for that of a source of equal size and second.
+        exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"the {kind} file {location!r} cannot be run: {type(error).__name__}: {error}") from error
     return module
-
-
-class _Uncached(SourceFileLoader):
-    """Compiles the file each time: Python takes a compiled file for that of a source of equal size and second."""
-
-    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002  (importlib's signature)
-        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _from_module(location: str, kind: str) -> ModuleType:

@@ -58,10 +58,7 @@ class Workers:
         """Wait for the result of a call of `submit`, in a thread that is none of these, or raise what it raised.
 
         The timeout, in seconds, counts from the start of the call; the thread of a call that exceeds it is abandoned,
-        and another one takes its place.
-
-        Raises:
-            TimedOut: the timeout was exceeded.
+        and another one takes its place. Raises `TimedOut`.
         """
         rest = timeout
         # Not result(timeout): its TimeoutError would look like the function's own.
@@ -149,11 +146,7 @@ class EventLoop:
         return Started(asyncio.run_coroutine_threadsafe(outcome, self._running()), time.monotonic())
 
     def result(self, started: Started, timeout: float | None) -> Any:
-        """Wait for a coroutine's result; on a timeout it is cancelled, and a loop that it blocks is replaced.
-
-        Raises:
-            TimedOut: the timeout, counted from its start, was exceeded.
-        """
+        """Wait for a coroutine's result. If it is late, cancel it, replace a loop that it blocks, raise `TimedOut`."""
         rest = None if timeout is None else max(started.begun + timeout - time.monotonic(), 0)
         if not wait([started.future], rest).done:
             started.future.cancel()

@@ -58,17 +58,10 @@ class ChatFraming:
         uses_tools: bool = False,
         end_ids: Collection[int] = (),
     ):
-        """Check the chat template.
+        """Check the chat template; `ConfigError` names the part that it lacks, rejects or drops.
 
-        Args:
-            tokenizer: the policy's.
-            config: `add_bos` and `chat_template_kwargs`.
-            uses_tools: tools answer, in messages with the role `tool`; other answers are user messages.
-            end_ids: token ids that end a turn in sampling, beside the tokenizer's.
-
-        Raises:
-            ConfigError: there is no chat template, it cannot frame these observations, or its tool calls are in no
-                known format. The message names the part that the template rejects or drops.
+        With `uses_tools` tools answer, in messages with the role `tool`; other answers are user messages. `end_ids` are
+        token ids that end a turn in sampling, beside the tokenizer's.
         """
         self.tokenizer, self.config = tokenizer, config or PromptsConfig()
         kwargs = self.config.chat_template_kwargs

@@ -74,14 +74,10 @@ class NoEnvironment:
 def inspect_factory(
     label: str, create: Any, functions: Sequence[Callable[..., Any]], workers: Workers, timeout: float
 ) -> Factory:
-    """Create a first environment and read its protocol.
+    """Create a first environment and read its protocol; raises `ConfigError` if it cannot be used.
 
     `create` is a class, or a function that returns an environment, and takes no arguments; `label` names it;
     `functions` are tools of all episodes.
-
-    Raises:
-        ConfigError: the factory takes arguments, fails or returns None; the environment has neither protocol; a method
-            cannot be a tool, or has the name of a function.
     """
     if not callable(create):
         raise ConfigError(f"{label} is {create!r}; it must be a class, or a function that returns an environment")
