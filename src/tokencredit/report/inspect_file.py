@@ -7,67 +7,47 @@ from pathlib import Path
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.jsonl import (
-    Check,
-    all_of,
-    is_count,
-    is_number,
-    is_text,
-    of,
-    optional,
-    read_object,
-    require_fields,
-)
+from tokencredit.runs.jsonl import COUNT, KNOWN, NUMBER, TEXT, Form, Leaf, is_count, read_object, require
 
 NAME = "inspect.json"
 SIDES = ("base", "tuned")
-
-
-PART: dict[str, Check] = {"name": is_text, "kind": is_text, "layer": optional(is_count), "head": optional(is_count)}
-KNOWN = optional(is_number)
-NUMBERS: dict[str, Check] = dict.fromkeys(SIDES, is_number)
-TOKENS = all_of(of(token=is_text, **NUMBERS))
-FIELDS: dict[str, tuple[Check, str]] = {
-    **dict.fromkeys(("run", *SIDES, "prompt", "completion"), (is_text, "a text")),
-    "seed": (is_count, "a count"),
-    "seconds": (is_number, "a number"),
-    "model": (
-        of(layers=is_count, heads=is_count, width=is_count, family=is_text, parameters=is_count),
-        "an object with the counts layers, heads, width and parameters, and the text family",
-    ),
-    "tokens": (lambda value: all_of(is_text)(value) and len(value) > 1, "a list of two texts or more"),
-    "answer": (
-        of(sentence=is_text, top=all_of(of(name=is_text, share=KNOWN, base=KNOWN, tuned=KNOWN, others=all_of(KNOWN)))),
-        "an object with sentence and top",
-    ),
-    "attribution": (
-        of(
-            target=is_text,
-            components=all_of(of(**PART, **NUMBERS, difference=is_number)),
-            total=of(**NUMBERS, difference=is_number),
-            error=of(**NUMBERS),
-            norm=is_text,
-        ),
-        "an object with target, components, total, error and norm",
-    ),
-    "patching": (
-        of(
-            metric=is_text,
-            components=all_of(of(**PART, patched=is_number, share=KNOWN, ablated=KNOWN, ablated_share=KNOWN)),
-            top_five=of(names=all_of(is_text), patched=is_number, share=KNOWN),
-        ),
-        "an object with metric, components and top_five",
-    ),
-    "weights": (
-        of(
-            modules=all_of(of(name=is_text, relative_norm=is_number, effective_rank=KNOWN, parameters=is_count)),
-            tokens_up=TOKENS,
-            tokens_down=TOKENS,
-        ),
-        "an object with modules, tokens_up and tokens_down",
-    ),
+COUNT_OR_NULL = Leaf(lambda value: value is None or is_count(value), "a count or null")
+PART: dict[str, Form] = {"name": TEXT, "kind": TEXT, "layer": COUNT_OR_NULL, "head": COUNT_OR_NULL}
+NUMBERS: dict[str, Form] = dict.fromkeys(SIDES, NUMBER)
+TOKENS = [{"token": TEXT, **NUMBERS}]
+FIELDS: dict[str, Form] = {
+    **dict.fromkeys(("run", *SIDES, "prompt", "completion"), TEXT),
+    "seed": COUNT,
+    "seconds": NUMBER,
+    "model": {"family": TEXT, **dict.fromkeys(("layers", "heads", "width", "parameters"), COUNT)},
+    "tokens": [TEXT],
+    "answer": {
+        "sentence": TEXT,
+        "top": [{"name": TEXT, **dict.fromkeys(("share", *SIDES), KNOWN), "others": [KNOWN]}],
+    },
+    "attribution": {
+        "target": TEXT,
+        "components": [{**PART, **NUMBERS, "difference": NUMBER}],
+        "total": {**NUMBERS, "difference": NUMBER},
+        "error": NUMBERS,
+        "norm": TEXT,
+    },
+    "patching": {
+        "metric": TEXT,
+        "components": [
+            {**PART, "patched": NUMBER, **dict.fromkeys(("share", "ablated", "ablated_share"), KNOWN)},
+        ],
+        "top_five": {"names": [TEXT], "patched": NUMBER, "share": KNOWN},
+    },
+    "lens": {"layers": [TEXT]},
+    "critic": Leaf(lambda value: value is None or isinstance(value, dict), "an object or null"),
+    "weights": {
+        "modules": [{"name": TEXT, "relative_norm": NUMBER, "effective_rank": KNOWN, "parameters": COUNT}],
+        "tokens_up": TOKENS,
+        "tokens_down": TOKENS,
+    },
 }
-"""Fields whose form does not depend on the length of the text, by key: check and expected value."""
+"""Fields whose form does not depend on the length of the text."""
 
 
 def read_inspect(file: Path) -> dict[str, Any] | None:
@@ -80,71 +60,43 @@ def read_inspect(file: Path) -> dict[str, Any] | None:
         return None
     inspection = read_object(file, file.read_text(encoding="utf-8", errors="replace"))
     try:
-        require_fields(str(file), inspection, FIELDS)
-        tokens = len(inspection["tokens"])
-        length: Check = lambda value: is_count(value) and 0 < value < tokens  # noqa: E731
-        require_fields(str(file), inspection, {"prompt_length": (length, f"a count from 1 to {tokens - 1}")})
-        require_fields(str(file), inspection, _fields_of_text(inspection, tokens, inspection["prompt_length"]))
+        require(file, inspection, FIELDS)
+        require(file, inspection, {"prompt_length": _place(len(inspection["tokens"]), first=1)})
+        if inspection["critic"] is not None:
+            require(file, inspection, {"critic": {"layers": [TEXT]}})
+        require(file, inspection, _fields_of_text(inspection))
     except ConfigError as error:
         raise ConfigError(f"{error}; run `tokencredit inspect` again") from error
     return inspection
 
 
-def _fields_of_text(inspection: Mapping[str, Any], tokens: int, prompt: int) -> dict[str, tuple[Check, str]]:
-    """Fields with one entry per token of the text or of the prompt, as `FIELDS`."""
+def _place(end: int, first: int = 0) -> Leaf:
+    """The form of a position before `end`."""
+    return Leaf(lambda value: is_count(value) and first <= value < end, f"a count from {first} to {end - 1}")
 
-    def matrix(name: str, kind: Check, columns: int) -> Check:
-        """Rows of one entry per column, as many as the layers of that lens, which may be invalid."""
-        layers = inspection[name].get("layers") if isinstance(inspection.get(name), dict) else None
-        return all_of(all_of(kind, columns), len(layers) if isinstance(layers, list) else 0)
 
-    def place(limit: int) -> Check:
-        return lambda value: is_count(value) and value < limit
+def _fields_of_text(inspection: Mapping[str, Any]) -> dict[str, Form]:
+    """Fields with one entry per token of the text or of the prompt, and per layer."""
+    tokens, prompt, critic = len(inspection["tokens"]), inspection["prompt_length"], inspection["critic"]
+    position, columns = _place(tokens - 1), tokens - prompt
 
-    columns, numbers = tokens - prompt, all_of(is_number, prompt)
-    kinds = {"token": is_text, "probability": is_number, "rank": is_count}
-    side = of(**{key: matrix("lens", kind, columns) for key, kind in kinds.items()})
-    return {
-        "question": (
-            of(
-                up=all_of(is_text),
-                down=all_of(is_text),
-                source=is_text,
-                **NUMBERS,
-                change=is_number,
-                position=place(tokens - 1),
-            ),
-            "an object with up, down, source, base, tuned, change, and the position of a token before the last",
-        ),
-        "lens": (
-            of(
-                layers=all_of(is_text),
-                positions=all_of(place(tokens - 1), columns),
-                base=side,
-                tuned=side,
-                kl=matrix("lens", is_number, columns),
-            ),
-            "an object with layers, positions, base, tuned and kl, one row per layer and one column per position",
-        ),
-        "attention": (
-            of(
-                **{"from": place(tokens - 1)},
-                to=all_of(place(prompt), prompt),
-                heads=all_of(of(layer=is_count, head=is_count, base=numbers, tuned=numbers)),
-                input_gradient=of(base=numbers, tuned=numbers),
-            ),
-            "an object with from, to, heads and input_gradient, one number per token of the prompt",
-        ),
-        "critic": (
-            optional(
-                of(
-                    layers=all_of(is_text),
-                    values=matrix("critic", is_number, tokens),
-                    final=all_of(is_number, tokens),
-                    score=KNOWN,
-                    note=is_text,
-                )
-            ),
-            "null, or an object with layers, values, final, score and note, one number per token",
-        ),
+    def rows(kind: Leaf) -> Form:
+        """One row per layer of the lens, and one column per position."""
+        return [[kind, columns], len(inspection["lens"]["layers"])]
+
+    side = {"token": rows(TEXT), "probability": rows(NUMBER), "rank": rows(COUNT)}
+    numbers = {key: [NUMBER, prompt] for key in SIDES}
+    fields: dict[str, Form] = {
+        "question": {"up": [TEXT], "down": [TEXT], "source": TEXT, **NUMBERS, "change": NUMBER, "position": position},
+        "lens": {"positions": [position, columns], **dict.fromkeys(SIDES, side), "kl": rows(NUMBER)},
+        "attention": {
+            "from": position,
+            "to": [_place(prompt), prompt],
+            "heads": [{"layer": COUNT, "head": COUNT, **numbers}],
+            "input_gradient": numbers,
+        },
     }
+    if critic is not None:
+        values = [[NUMBER, tokens], len(critic["layers"])]
+        fields["critic"] = {"values": values, "final": [NUMBER, tokens], "score": KNOWN, "note": TEXT}
+    return fields

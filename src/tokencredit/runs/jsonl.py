@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokencredit.errors import ConfigError
 
-Check = Callable[[Any], bool]
 FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
 """Start of each line; it allows most of a long file to be skipped without parsing."""
 LARGEST = 1e100
@@ -50,6 +49,45 @@ PER_TOKEN = (
 """Fields of a record with one entry per token."""
 
 
+class Leaf(NamedTuple):
+    """The form of a JSON value without parts."""
+
+    fits: Callable[[Any], bool]
+    wanted: str
+    """What it must be, in words."""
+
+
+Form = Leaf | Mapping[str, Any] | Sequence[Any]
+"""The form of a JSON value: a `Leaf`; a dict of forms by key, with `?` after a key that may be missing, and `*` for any
+key; or a list of one form and, if it is fixed, the length."""
+
+
+def mismatch(value: Any, form: Form) -> str | None:
+    """The first part of a value that does not have the form, such as `.turns[0].start is not a count`; None if none."""
+    if isinstance(form, Leaf):
+        return None if form.fits(value) else f" is not {form.wanted}"
+    if isinstance(form, Mapping):
+        if not isinstance(value, dict):
+            return " is not an object"
+        for key, part in form.items():
+            name = key.removesuffix("?")
+            for place in value if key == "*" else [name] if name == key or name in value else []:
+                if wrong := mismatch(value.get(place, ...), part):  # no form fits `...`
+                    return f".{place}{wrong}"
+        return None
+    if not isinstance(value, list):
+        return " is not a list"
+    if len(form) > 1 and len(value) != form[1]:
+        return f" has {len(value)} entries, not {form[1]}"
+    return next((f"[{i}]{wrong}" for i, x in enumerate(value) if (wrong := mismatch(x, form[0]))), None)
+
+
+def require(where: Any, value: Any, form: Form) -> None:
+    """Raise `ConfigError`, beginning with `where`, for the first part of a value that does not have the form."""
+    if wrong := mismatch(value, form):
+        raise ConfigError(f"{where}: {wrong.removeprefix('.')}")
+
+
 def is_number(value: Any) -> bool:
     """True for a finite number small enough that sums and products stay finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
@@ -60,75 +98,40 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
-def is_text(value: Any) -> bool:
-    """True for a text."""
-    return isinstance(value, str)
+def one_of(names: Collection[str]) -> Leaf:
+    """The form of one of these names."""
+    return Leaf(lambda value: isinstance(value, str) and value in names, f"one of {', '.join(names)}")
 
 
-def all_of(kind: Check, length: int | None = None) -> Check:
-    """A check for lists, of this length if any, whose values pass this check."""
-    return lambda values: isinstance(values, list) and length in (None, len(values)) and all(map(kind, values))
-
-
-def one_of(names: Container[str]) -> Check:
-    """A check for one of these names."""
-    return lambda value: is_text(value) and value in names
-
-
-def optional(kind: Check) -> Check:
-    """A check for values that pass this check, or None."""
-    return lambda value: value is None or kind(value)
-
-
-def of(**kinds: Check) -> Check:
-    """A check for objects whose values under these names pass their checks."""
-    return lambda value: (
-        isinstance(value, dict) and all(name in value and kind(value[name]) for name, kind in kinds.items())
-    )
-
-
-SAMPLE: dict[str, Check] = {
-    "iteration": is_count,
-    "prompt": is_text,
-    "completion": is_text,
-    "reward": is_number,
-    "truncated": lambda value: isinstance(value, bool),
-    "tokens": all_of(is_text),
-    "logprobs": all_of(is_number),
-    "rewards": all_of(is_number),
-    "advantages": all_of(is_number),
+NUMBER, COUNT = Leaf(is_number, "a number"), Leaf(is_count, "a count")
+TEXT = Leaf(lambda value: isinstance(value, str), "a text")
+KNOWN = Leaf(lambda value: value is None or is_number(value), "a number or null")
+SAMPLE: dict[str, Form] = {
+    "iteration": COUNT,
+    "prompt": TEXT,
+    "completion": TEXT,
+    "reward": NUMBER,
+    "truncated": Leaf(lambda value: isinstance(value, bool), "true or false"),
+    "tokens": [TEXT],
+    "logprobs": [NUMBER],
+    "rewards": [NUMBER],
+    "advantages": [NUMBER],
+    "message?": TEXT,  # of a conversation: its last user message
+    "values?": [NUMBER],  # with a critic
+    "behavior_logprobs?": [NUMBER],
+    "ref_logprobs?": [NUMBER],  # with a reference model
+    "new_logprobs?": [NUMBER],  # after an update
+    "age?": [COUNT],  # sampled ahead
+    "bootstrap?": NUMBER,  # after a truncation
+    "mask?": [Leaf(lambda value: is_count(value) and value < 2, "0 or 1")],  # from here on of episodes
+    "turns?": [
+        {"role": one_of(ROLES), "start": COUNT, "end": COUNT, "reward?": NUMBER, "problems?": [one_of(PROBLEMS)]}
+    ],
+    "ending?": one_of(ENDINGS),
+    "after?": TEXT,
+    **{f"{name}?": [KNOWN] for name in TRUTH},  # of audits
 }
-"""Required fields of a completion's record, and their checks; lists have one entry per token."""
-
-
-def is_turn(value: Any) -> bool:
-    """True for a turn of an episode, wherever it starts and ends."""
-    return (
-        isinstance(value, dict)
-        and one_of(ROLES)(value.get("role"))
-        and is_count(value.get("start"))
-        and is_count(value.get("end"))
-        and is_number(value.get("reward", 0.0))
-        and all_of(one_of(PROBLEMS))(value.get("problems", []))
-    )
-
-
-MAY_HAVE: dict[str, Check] = {
-    "message": is_text,
-    "values": all_of(is_number),
-    "behavior_logprobs": all_of(is_number),
-    "ref_logprobs": all_of(is_number),
-    "new_logprobs": all_of(is_number),
-    "age": all_of(is_count),
-    "bootstrap": is_number,
-    "mask": all_of(lambda value: is_count(value) and value < 2),
-    "turns": all_of(is_turn),
-    "ending": one_of(ENDINGS),
-    "after": is_text,
-    **dict.fromkeys(TRUTH, all_of(optional(is_number))),
-}
-"""Optional fields: of a conversation (its last user message), with a critic, with a reference model, after an update,
-sampled ahead, after a truncation, of an episode of several turns, and of audits."""
+"""A completion's record; lists have one entry per token."""
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
@@ -142,7 +145,7 @@ def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
             yield {name: value if is_number(value) else None for name, value in row.items()}
 
 
-def read_samples(file: Path, iterations: Container[int]) -> list[dict[str, Any]]:
+def read_samples(file: Path, iterations: Collection[int]) -> list[dict[str, Any]]:
     """Completions of these iterations in samples.jsonl.
 
     Raises:
@@ -162,12 +165,9 @@ def read_samples(file: Path, iterations: Container[int]) -> list[dict[str, Any]]
 
 def check_sample(where: str, sample: Mapping[str, Any]) -> None:
     """Raise `ConfigError`, beginning with `where`, for an invalid completion record."""
-    if wrong := next((name for name, fits in SAMPLE.items() if not fits(sample.get(name))), None):
-        raise ConfigError(f"{where} has no {wrong}" + (" that can be read" if wrong in sample else ""))
-    if wrong := next((name for name, fits in MAY_HAVE.items() if name in sample and not fits(sample[name])), None):
-        raise ConfigError(f"{where} has no {wrong} that can be read")
+    require(where, sample, SAMPLE)
     if len({len(sample[name]) for name in (*PER_TOKEN, "mask") if name in sample}) != 1:
-        raise ConfigError(f"{where} has lists of different lengths")
+        raise ConfigError(f"{where}: its lists have different lengths")
     if "turns" in sample or "mask" in sample:
         check_turns(where, sample)
 
@@ -188,18 +188,6 @@ def check_turns(where: str, sample: Mapping[str, Any]) -> None:
         raise ConfigError(f"{where}: mask is not 1 at the tokens of the role {ASSISTANT}, and 0 elsewhere")
     if not any(mask):
         raise ConfigError(f"{where}: no token is of the role {ASSISTANT}")
-
-
-def require_fields(where: str, record: Mapping[str, Any], fields: Mapping[str, tuple[Check, str]]) -> None:
-    """Raise `ConfigError`, beginning with `where`, for the first key that is missing or fails its check.
-
-    `fields` has, by dotted key, its check and what it must be.
-    """
-    for key, (fits, wanted) in fields.items():
-        group, _, name = key.rpartition(".")
-        holder = record.get(group) if group else record
-        if not isinstance(holder, dict) or name not in holder or not fits(holder[name]):
-            raise ConfigError(f"{where}: {key} is not {wanted}")
 
 
 def read_lines(file: Path, skip: Callable[[bytes], bool] = lambda _: False) -> Iterator[tuple[str, dict[str, Any]]]:
