@@ -161,14 +161,7 @@ class RunFolder:
         """
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
         self.make_room(name, len(lines))
-        with (self.path / name).open("ab", buffering=0) as file:
-            before = file.tell()
-            try:
-                while lines:
-                    lines = lines[file.write(lines) :]
-            except BaseException:
-                file.truncate(before)
-                raise
+        append(self.path / name, lines)
 
     def make_room(self, name: str, size: int) -> None:
         """Raise the `OSError` of a full disk if it cannot hold this many bytes beside the reserve."""
@@ -186,6 +179,18 @@ class RunFolder:
 def size(file: Path) -> int:
     """A file's size; 0 if there is none."""
     return file.stat().st_size if file.exists() else 0
+
+
+def append(file: Path, lines: bytes) -> None:
+    """Append all the lines to a file, or none."""
+    with file.open("ab", buffering=0) as end:
+        before = end.tell()
+        try:
+            while lines:
+                lines = lines[end.write(lines) :]
+        except BaseException:
+            end.truncate(before)
+            raise
 
 
 def write_file(target: Path, text: str) -> None:

@@ -7,20 +7,30 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import write_file
-from tokencredit.runs.jsonl import read_object
+from tokencredit.runs.folder import append, flush, write_file
+from tokencredit.runs.jsonl import TEXT, Leaf, mismatch, one_of, read_object, require
 from tokencredit.runs.untrusted import visible_lines
 from tokencredit.text.rewards.texts import Text, content
 
 LABELS = ("A", "B", "tie", "skip")
 START = b'{"pair": "'
 """Start of each line of a file of labels."""
+CONTENT = Leaf(
+    lambda value: value is None or isinstance(value, str) or not mismatch(value, [{"text?": TEXT}]), "a text or blocks"
+)
+MESSAGE = {"role": TEXT, "content?": CONTENT}
+PROSE = Leaf(
+    lambda value: isinstance(value, str) or bool(value and not mismatch(value, [MESSAGE])),
+    "a text or a conversation",
+)
+LABEL = {"pair": TEXT, "label": one_of(LABELS), **dict.fromkeys(("prompt", "a", "b"), PROSE)}
+"""A line of a file of labels."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +55,7 @@ def read_pairs(file: Path, seed: int) -> list[Pair]:
     pairs: dict[str, Pair] = {}
     for where, row in _lines(file):
         names = ("a", "b") if "a" in row and "chosen" not in row else ("chosen", "rejected")
-        for name in ("prompt", *names):
-            if not is_text(row.get(name)):
-                raise ConfigError(f"{where} has no {name} that is a text or a conversation")
+        require(where, row, dict.fromkeys(("prompt", *names), PROSE))
         first, second = (row[name] for name in names)
         cut, other_cut = (row.get(f"{name}_truncated") is True for name in names)
         both = sorted((first, second), key=json.dumps)
@@ -82,17 +90,19 @@ class Labels:
             return labels
         written = file.read_bytes()
         cut = written[written.rfind(b"\n") + 1 :]
-        whole = _is_label_line(cut)  # an editor took its line break off
+        try:
+            whole = not mismatch(json.loads(cut), LABEL)  # an editor took its line break off
+        except ValueError:
+            whole = False
         if not whole and not cut.startswith(START) and not START.startswith(cut):
             raise ConfigError(f"{file} is not a file of labels; give another one")
         kept = written if whole else written[: len(written) - len(cut)]
         for where, row in _lines(file, kept):
-            if not _is_label(row):
+            if mismatch(row, LABEL):
                 raise ConfigError(f"{where} is not a label; give another file of labels")
             labels._keep(row)
         if whole:
-            with file.open("ab") as end:
-                end.write(b"\n")
+            append(file, b"\n")
         elif cut:  # its process was killed
             os.truncate(file, len(kept))
         return labels
@@ -101,16 +111,8 @@ class Labels:
         """Append a label and flush it to the disk."""
         row: dict[str, Any] = {"pair": pair.key, "label": label, "prompt": pair.prompt, "a": pair.a, "b": pair.b}
         row |= dict(zip(("a_truncated", "b_truncated"), pair.truncated, strict=True))
-        line = (json.dumps(row) + "\n").encode()
-        with self.file.open("ab", buffering=0) as file:
-            before = file.tell()
-            try:
-                while line:
-                    line = line[file.write(line) :]
-                os.fsync(file.fileno())
-            except BaseException:
-                file.truncate(before)
-                raise
+        append(self.file, (json.dumps(row) + "\n").encode())
+        flush(self.file)
         self._keep(row)
 
     def _keep(self, row: dict[str, Any]) -> None:
@@ -185,41 +187,11 @@ class Session:
         return {label: labels[label] for label in LABELS} | {"left": len(self.pairs) - labels.total()}
 
 
-def is_text(value: Any) -> bool:
-    """True for a text, or a conversation: messages with a role and a content."""
-    if isinstance(value, str):
-        return True
-    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    blocks = value.get("content")
-    if blocks is None or isinstance(blocks, str):
-        return True
-    return isinstance(blocks, list) and all(
-        isinstance(block, dict) and isinstance(block.get("text", ""), str) for block in blocks
-    )
-
-
 def readable(text: Text) -> str:
     """A text, or a conversation with the role of each message, escaped line by line."""
     if not isinstance(text, str):
         text = "\n".join(f"{message['role']}: {content(message)}" for message in text)
     return visible_lines(text)
-
-
-def _is_label(row: Mapping[str, Any]) -> bool:
-    texts = all(is_text(row.get(name)) for name in ("prompt", "a", "b"))
-    return row.get("label") in LABELS and isinstance(row.get("pair"), str) and texts
-
-
-def _is_label_line(line: bytes) -> bool:
-    try:
-        return _is_label(read_object("line", line))
-    except (ConfigError, ValueError):
-        return False
 
 
 def _lines(file: Path, text: bytes | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
