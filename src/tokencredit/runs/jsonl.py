@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokencredit.errors import ConfigError
 
@@ -49,7 +50,8 @@ PER_TOKEN = (
 """Fields of a record with one entry per token."""
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True)
+class Leaf:
     """The form of a JSON value without parts."""
 
     fits: Callable[[Any], bool]

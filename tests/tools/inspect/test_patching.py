@@ -6,9 +6,9 @@ import torch
 from tokencredit.tools.inspect.parts import Part, read_parts
 from tokencredit.tools.inspect.patching import (
     UNEMBEDDING,
-    Means,
     ablate,
     candidates,
+    means,
     odds_of,
     patch,
     repeat,
@@ -78,14 +78,11 @@ def test_a_change_of_the_final_norm_is_the_unembeddings(load, ids):
 
 def test_means_are_over_all_tokens(gpt2, ids):
     seen = [record("it", gpt2[0], text) for text in (ids, ids[:5] + 100)]
-    sums = Means(gpt2[0])
-    for x in seen:
-        sums.add(x)
-    means = sums.outputs()
+    mean = means(gpt2[0], seen)
     expected = torch.cat([x.mlp[1] for x in seen]).mean(0)
-    assert torch.allclose(means[Part("mlp", 2)], expected, atol=1e-5)
-    assert torch.allclose(means[Part("head", 1, 2)], torch.cat([x.heads[0][:, 8:16] for x in seen]).mean(0), atol=1e-5)
-    assert set(means) == set(gpt2[0].components())
+    assert torch.allclose(mean[Part("mlp", 2)], expected, atol=1e-5)
+    assert torch.allclose(mean[Part("head", 1, 2)], torch.cat([x.heads[0][:, 8:16] for x in seen]).mean(0), atol=1e-5)
+    assert set(mean) == set(gpt2[0].components())
 
 
 def test_ablation_puts_in_the_mean(gpt2, ids):

@@ -5,7 +5,6 @@ import torch
 
 from tokencredit.errors import ConfigError
 from tokencredit.tools.inspect.question import (
-    Prediction,
     Text,
     choose,
     gains,
@@ -19,7 +18,7 @@ from tokencredit.tools.inspect.recording import record
 # Two positions, four tokens. At the second, training moves half of the first token's probability to the second's.
 BASE = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.1, 0.2, 0.2]]).log()
 TUNED = torch.tensor([[0.25, 0.25, 0.3, 0.2], [0.25, 0.35, 0.2, 0.2]]).log()
-SEEN = Prediction(BASE, TUNED)
+SEEN = (BASE, TUNED)
 TEXT = Text(torch.arange(5), 3)
 
 
@@ -76,13 +75,13 @@ def test_a_token_is_not_in_both_sets():
 def test_at_most_five_tokens_each():
     base = torch.full((1, 20), 1 / 20).log()
     tuned = (base + torch.linspace(-1, 1, 20)).log_softmax(-1)
-    question = choose(Prediction(base, tuned), Text(torch.arange(2), 1), [], [])
+    question = choose((base, tuned), Text(torch.arange(2), 1), [], [])
     assert question.up.tolist() == [19, 18, 17, 16, 15]
     assert len(question.down) == 5
 
 
 def test_models_that_are_the_same_are_asked_about_likely_tokens():
-    question = choose(Prediction(BASE, BASE), Text(torch.arange(5), 3), [], [])
+    question = choose((BASE, BASE), Text(torch.arange(5), 3), [], [])
     assert len({*question.up.tolist(), *question.down.tolist()}) == 2
     assert "no probability moved" in question.source
 
@@ -90,7 +89,7 @@ def test_models_that_are_the_same_are_asked_about_likely_tokens():
 def test_predictions_are_those_of_the_model(gpt2, ids):
     text = Text(ids, 4)
     seen = predict(gpt2, [record("it", parts, ids) for parts in gpt2], text)
-    assert seen.tuned.shape[0] == 8
+    assert seen[1].shape[0] == 8
     for parts, logprobs in zip(gpt2, seen, strict=True):
         assert torch.allclose(logprobs, parts.lm(input_ids=ids[None]).logits[0, 3:-1].log_softmax(-1), atol=1e-4)
 

@@ -25,7 +25,7 @@ from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.policy import Policy
 from tokencredit.text.rewards.terms import build_terms
-from tokencredit.tools.inspect.parts import Parts, read_parts
+from tokencredit.tools.inspect.parts import read_parts
 from tokencredit.tools.inspect.question import Text, refuse_overlap, token_ids
 from tokencredit.tools.inspect.readings import Pair, compare, rounded
 
@@ -81,6 +81,7 @@ def inspect_run(
     name = str(run)
     pair = Pair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0])
     result = compare(pair, up_ids, down_ids, others=texts[1:], critic=policy.model.critic)
+    shape = tuned.config.get_text_config()
     if result["critic"] is not None:
         result["critic"]["score"] = score
         result["critic"]["note"] += reason
@@ -92,7 +93,13 @@ def inspect_run(
         "completion": batch.completions[0],
         "seed": seed,
         "seconds": rounded(time.perf_counter() - started),
-        "model": _describe(pair.tuned),
+        "model": {
+            "layers": len(pair.tuned.layers),
+            "heads": pair.tuned.heads,
+            "width": shape.hidden_size,
+            "family": shape.model_type,
+            "parameters": sum(p.numel() for p in tuned.parameters()),
+        },
     } | result
 
 
@@ -104,18 +111,6 @@ def _sample(policy: Policy, config: PPOConfig, prompt: str | None, seed: int) ->
     prompts = policy.prompts(prompt, SAMPLES, longest)
     uniforms = torch.rand(SAMPLES, longest, generator=torch.Generator().manual_seed(seed))
     return policy.pipeline.sample(prompts, sampling, uniforms)
-
-
-def _describe(parts: Parts) -> dict[str, Any]:
-    """A model's sizes and family."""
-    config = parts.lm.config.get_text_config()
-    return {
-        "layers": len(parts.layers),
-        "heads": parts.heads,
-        "width": config.hidden_size,
-        "family": config.model_type,
-        "parameters": sum(p.numel() for p in parts.lm.parameters()),
-    }
 
 
 def _texts(rollout: Rollout) -> list[Text]:

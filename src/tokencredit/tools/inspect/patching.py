@@ -95,23 +95,10 @@ def ablate(tuned: Parts, means: Edits, ids: Tensor, question: Question) -> dict[
     return dict(zip(means, values.tolist(), strict=True))
 
 
-class Means:
+def means(parts: Parts, records: Sequence[Record]) -> dict[Part, Tensor]:
     """The mean output of each head, MLP and of the embedding over all tokens of some texts."""
-
-    def __init__(self, parts: Parts):
-        self.parts = parts
-        self.sums: dict[Part, Tensor] = {}
-        self.tokens = 0
-
-    def add(self, seen: Record) -> None:
-        """Take in a text by the model's outputs."""
-        self.tokens += len(seen.embedding)
-        for part in self.parts.components():
-            self.sums[part] = self.sums.get(part, 0) + seen.output(part, self.parts.heads).sum(0)
-
-    def outputs(self) -> dict[Part, Tensor]:
-        """The means."""
-        return {part: x / self.tokens for part, x in self.sums.items()}
+    outputs = {part: [seen.output(part, parts.heads) for seen in records] for part in parts.components()}
+    return {part: torch.cat(each).mean(0) for part, each in outputs.items()}
 
 
 def share(value: float, start: float, end: float) -> float | None:

@@ -52,18 +52,16 @@ class Question(NamedTuple):
     """How they were chosen, as text."""
 
 
-class Prediction(NamedTuple):
-    """Next-token log-probs of two models, `[positions, vocabulary]`, at the positions of a text's completion."""
-
-    base: Tensor
-    tuned: Tensor
+Prediction = tuple[Tensor, Tensor]
+"""Next-token log-probs of base and tuned model, `[positions, vocabulary]`, at the positions of a text's completion."""
 
 
 @torch.no_grad()
 def predict(models: Sequence[Parts], records: Sequence[Record], text: Text) -> Prediction:
     """The predictions of base and tuned model, from their outputs in a text."""
     at = torch.tensor(text.positions, device=text.ids.device)
-    return Prediction(*(parts.logprobs(seen.normed[at]) for parts, seen in zip(models, records, strict=True)))
+    base, tuned = (parts.logprobs(seen.normed[at]) for parts, seen in zip(models, records, strict=True))
+    return base, tuned
 
 
 def most_changed(seen: Prediction, up: Sequence[int], down: Sequence[int]) -> int:
@@ -95,8 +93,9 @@ def choose(seen: Prediction, text: Text, up: Sequence[int], down: Sequence[int])
         up: chosen token ids; empty for the tokens that gained most.
         down: chosen token ids; empty for the tokens that lost most.
     """
+    base, tuned = seen
     row = most_changed(seen, up, down)
-    change = gains(seen.base[row], seen.tuned[row])
+    change = gains(base[row], tuned[row])
     change[[*up, *down]] = 0  # a token in one set is not chosen for the other
     sets = [list(up) or _top(change), list(down) or _top(-change)]
     chosen = [
@@ -104,7 +103,7 @@ def choose(seen: Prediction, text: Text, up: Sequence[int], down: Sequence[int])
         "down: chosen" if down else "down: the tokens that lost most",
     ]
     if not all(sets):  # no probability moved
-        likely = [i for i in seen.tuned[row].argsort(descending=True).tolist() if i not in {*up, *down}]
+        likely = [i for i in tuned[row].argsort(descending=True).tolist() if i not in {*up, *down}]
         sets = [sets[0] or likely[:1], sets[1] or likely[1:2]]
         chosen = ["no probability moved, so the most likely tokens are asked about"]
     ids = [torch.tensor(x, device=change.device) for x in sets]

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.models.critic import Critic, Ensemble
-from tokencredit.tools.inspect import answer, attribution, lens, patching, weights
-from tokencredit.tools.inspect.attention import attention_from, input_gradient
+from tokencredit.tools.inspect import answer, attribution, lens, patching
 from tokencredit.tools.inspect.parts import Part, Parts
 from tokencredit.tools.inspect.question import Question, Text, choose, predict
 from tokencredit.tools.inspect.recording import Record, record
@@ -52,6 +51,10 @@ class Pair:
         """Base and tuned model."""
         return self.base, self.tuned
 
+    def record(self, text: Text) -> tuple[Record, Record]:
+        """Their outputs in a text."""
+        return record(self.name, self.base, text.ids), record(self.name, self.tuned, text.ids)
+
     def words(self, ids: Sequence[int] | Tensor) -> list[str]:
         """The text of each token; its number if it has none, as an id that only the model knows."""
         return [str(self.tokenizer.decode([int(i)])) or f"<{int(i)}>" for i in ids]
@@ -74,19 +77,19 @@ def compare(
             are over these and the text.
         critic: the tuned model's critic, if it has one.
     """
-    seen = (record(pair.name, pair.base, pair.text.ids), record(pair.name, pair.tuned, pair.text.ids))
+    seen = pair.record(pair.text)
     predicted = predict(pair.models, seen, pair.text)
     question = choose(predicted, pair.text, up, down)
     base, tuned = (x[question.position - pair.text.prompt_length + 1].exp() for x in predicted)
-    direct = _direct(pair, seen, question)
+    at = (question.position, question.up, question.down)
+    direct = (attribution.attribute(pair.base, seen[0], *at), attribution.attribute(pair.tuned, seen[1], *at))
     numbers = _shares(pair, seen, question, direct)
-    means = patching.Means(pair.tuned)
-    means.add(seen[1])
-    repeated = []
-    for text in others:
-        records = (record(pair.name, pair.base, text.ids), record(pair.name, pair.tuned, text.ids))
-        means.add(records[1])
-        repeated.append(patching.repeat(pair.models, records, text.apart(pair.text), up, down, numbers.top))
+    elsewhere = [(text, pair.record(text)) for text in others]
+    repeated = [
+        patching.repeat(pair.models, records, text.apart(pair.text), up, down, numbers.top)
+        for text, records in elsewhere
+    ]
+    means = patching.means(pair.tuned, [seen[1], *(records[1] for _, records in elsewhere)])
     numbers = numbers._replace(others=[list(column) for column in zip(*repeated, strict=True)])
     words = (pair.words(question.up), pair.words(question.down))
     result: dict[str, Any] = rounded(
@@ -100,14 +103,14 @@ def compare(
                 **_two(numbers.base, numbers.tuned, "change"),
                 "position": question.position,
             },
-            "answer": answer.record(numbers, answer.sentence(numbers, *words, weights.unchanged(*pair.models))),
+            "answer": answer.record(numbers, answer.sentence(numbers, *words, unchanged(*pair.models))),
             "lens": _lens(pair, seen),
             "attribution": _attribution(direct, (numbers.base, numbers.tuned)),
-            "patching": _patching(numbers, patching.ablate(pair.tuned, means.outputs(), pair.text.ids, question)),
+            "patching": _patching(numbers, patching.ablate(pair.tuned, means, pair.text.ids, question)),
             "attention": _attention(pair, question),
             "critic": None if critic is None else _critic(pair, critic),
             "weights": {
-                "modules": [x._asdict() for x in weights.changes(*pair.models)],
+                "modules": changes(*pair.models),
                 "tokens_up": _moved(pair, base, tuned, tuned - base),
                 "tokens_down": _moved(pair, base, tuned, base - tuned),
             },
@@ -133,15 +136,6 @@ def _lens(pair: Pair, seen: tuple[Record, Record]) -> dict[str, Any]:
 def _layers(rows: int) -> list[str]:
     """Names of the rows of a lens."""
     return ["embedding", *map(str, range(1, rows))]
-
-
-def _direct(pair: Pair, seen: tuple[Record, Record], question: Question) -> Direct:
-    """Direct contributions: base, tuned."""
-    base, tuned = (
-        attribution.attribute(parts, x, question.position, question.up, question.down)
-        for parts, x in zip(pair.models, seen, strict=True)
-    )
-    return base, tuned
 
 
 def _attribution(direct: Direct, odds: tuple[float, float]) -> dict[str, Any]:
@@ -194,13 +188,13 @@ def _attention(pair: Pair, question: Question) -> dict[str, Any]:
     """Attention from the question's position to the prompt, and gradient × input."""
     ids, length = pair.text
     models = {"base": pair.base, "tuned": pair.tuned}
-    weight = {side: attention_from(parts, ids, question.position) for side, parts in models.items()}
+    weight = {side: lens.attention_from(parts, ids, question.position) for side, parts in models.items()}
     heads = []
     if (example := weight["tuned"]) is not None:
         for layer, head in torch.cartesian_prod(*map(torch.arange, example.shape[:2])).tolist():
             sides = {side: x[layer, head, :length].tolist() for side, x in weight.items() if x is not None}
             heads.append({"layer": layer + 1, "head": head + 1, **sides})
-    gradient = {side: input_gradient(parts, ids, question)[:length].tolist() for side, parts in models.items()}
+    gradient = {side: lens.input_gradient(parts, ids, question)[:length].tolist() for side, parts in models.items()}
     return {"from": question.position, "to": list(range(length)), "heads": heads, "input_gradient": gradient}
 
 
@@ -225,6 +219,57 @@ def _moved(pair: Pair, base: Tensor, tuned: Tensor, change: Tensor) -> list[dict
     ids = ids[values > 0]
     columns = zip(pair.words(ids), base[ids].tolist(), tuned[ids].tolist(), strict=True)
     return [{"token": token, "base": before, "tuned": after} for token, before, after in columns]
+
+
+def effective_rank(matrix: Tensor) -> float | None:
+    """exp of the entropy of a matrix's normalised singular values (Roy & Vetterli 2007); None for a zero matrix.
+
+    The singular values are roots of the eigenvalues of the smaller Gram matrix, in float64: singular values below
+    1e-8 of the largest count as 0.
+    """
+    wide = matrix.double()
+    wide = wide if wide.shape[0] <= wide.shape[1] else wide.T
+    values = torch.linalg.eigvalsh(wide @ wide.T).clamp(min=0).sqrt()
+    values = values[values > 1e-8 * values.max()]
+    if not len(values):
+        return None
+    share = values / values.sum()
+    return float((-(share * share.log()).sum()).exp())
+
+
+@torch.no_grad()
+def changes(base: Parts, tuned: Parts) -> list[dict[str, Any]]:
+    """The change of each parameter with two dimensions, from the embedding up; tied matrices count once.
+
+    `relative_norm` is the Frobenius norm of the change over that of the base's matrix; 1 if that is 0 and changed.
+    """
+    before = dict(base.lm.named_parameters())
+    rows = []
+    for name, after in tuned.lm.named_parameters():
+        if after.dim() != 2:
+            continue
+        difference = after.float() - before[name].float()
+        norm, size = float(difference.norm()), float(before[name].float().norm())
+        rank = effective_rank(difference) if norm else None
+        row = {"name": _title(tuned, name), "relative_norm": norm / (size or norm or 1.0), "effective_rank": rank}
+        rows.append({**row, "parameters": after.numel()})
+    return rows
+
+
+def unchanged(base: Parts, tuned: Parts) -> bool:
+    """True if the two models have the same weights."""
+    before = dict(base.lm.named_parameters())
+    return all(torch.equal(x, before[name]) for name, x in tuned.lm.named_parameters())
+
+
+def _title(parts: Parts, parameter: str) -> str:
+    """A parameter's name with its layer in words, such as `layer 2 mlp.c_fc`."""
+    module = parameter.removesuffix(".weight")
+    for name, x in parts.lm.named_modules():
+        number = next((n for n, layer in enumerate(parts.layers, start=1) if layer.block is x), None)
+        if number is not None and module.startswith(f"{name}."):
+            return f"layer {number} {module.removeprefix(f'{name}.')}"
+    return module.rpartition(".")[2]
 
 
 def rounded(value: Any) -> Any:
