@@ -35,7 +35,7 @@ def contestant(engine: str, folder: Path) -> Callable[[int], int]:
     from tokencredit.distributed.processes import Processes
     from tokencredit.settings.model import ModelConfig
     from tokencredit.settings.rollout import RolloutConfig
-    from tokencredit.settings.source import Source
+    from tokencredit.settings.run_kind import Source
     from tokencredit.settings.text import PPOConfig
     from tokencredit.text.data.prompts import PromptBatch
     from tokencredit.text.engines.building import build_engine

@@ -19,7 +19,7 @@ import torch
 from tokencredit.distributed.processes import Processes
 from tokencredit.report.reading import read_run
 from tokencredit.runs.diagnosis import diagnose
-from tokencredit.settings.source import read_config
+from tokencredit.settings.run_kind import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.prompts import Prompts

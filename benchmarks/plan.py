@@ -155,9 +155,9 @@ def write_run(folder: Path, name: str, iterations: int) -> Path:
     own = {"model.name": str(folder / model), "prompts.text": texts, "run.iterations": iterations}
     own["run.dir"] = str(folder / f"run-{len(list(folder.iterdir()))}")
     file = folder / "run.yaml"
-    from tokencredit.settings.yaml import dump_yaml, nested
+    from tokencredit.settings.reader import dump_yaml
 
-    file.write_text(dump_yaml(nested({**COMMON, **own, **settings})), encoding="utf-8")
+    file.write_text(dump_yaml({**COMMON, **own, **settings}), encoding="utf-8")
     return file
 
 

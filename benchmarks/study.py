@@ -23,7 +23,7 @@ from demo.build import REVIEWS
 from demo.grammar import reviews
 from tokencredit.distributed.signals import INTERRUPTED
 from tokencredit.report.reading import Run, read_run
-from tokencredit.settings.source import configure
+from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep.sweep_file import read_settings, read_sweep
 
 DATA = Path(__file__).parent / "findings-data"

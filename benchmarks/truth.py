@@ -23,8 +23,8 @@ from typing import Any
 import yaml
 
 from tokencredit import Callback, PPOConfig, PPOTrainer
+from tokencredit.settings.fields import flat
 from tokencredit.settings.training import AuditConfig
-from tokencredit.settings.yaml import flat
 
 DATA = Path(__file__).parent / "findings-data" / "truth.json"
 AT = (5, 10, 20, 40)

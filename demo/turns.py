@@ -18,7 +18,7 @@ from demo.build import save
 from demo.training import END, Size, fit_language_model, gpt2
 from demo.transcripts import calculator_messages, calculator_row, grid_pieces, grid_row, rendered
 from tokencredit.distributed.processes import Processes
-from tokencredit.settings.source import Source
+from tokencredit.settings.run_kind import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.evaluation import load_pipeline
 from tokencredit.text.ppo_setup import evaluation_tasks

@@ -33,7 +33,7 @@ from tokencredit.runs.jsonl import TRUTH
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import for_trainer, newest
 from tokencredit.settings.control import AgentRunConfig, AgentUpdateConfig, ControlConfig, EpisodesConfig
-from tokencredit.settings.source import configure
+from tokencredit.settings.run_kind import configure
 from tokencredit.text.data.datasets import column_names, column_values, read_dataset
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.tools.preferences.labels import Labels, Pair, read_pairs, readable
@@ -159,7 +159,7 @@ TEXT_CONFIG = {
     "model": {"name": "m", "lora": {"rank": 0}},
     "critic": {"kind": "shared", "clip": None},
     "prompts": {"text": ["a"], "chat_template_kwargs": {"a": 1}},
-    "env": {"factory": None, "gymnasium": "FrozenLake-v1"},
+    "env": {"factory": "gymnasium:FrozenLake-v1"},
     "tools": ["tools.py:look"],
     "reward": [{"function": "length", "kwargs": {"unit": "words"}, "weight": 1.0}],
     "advantage": {"gamma": 1.0, "whiten": True},

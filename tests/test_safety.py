@@ -12,7 +12,7 @@ from tokencredit.report.reading import read_run
 from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.settings.data import FunctionTerm, PromptsConfig
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.source import foreign_code
+from tokencredit.settings.run_kind import foreign_code
 from tokencredit.settings.text import PPOConfig
 
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
@@ -121,7 +121,11 @@ REWARD = "reward: [{function: 'foreign_module:Foreign'}]\n"
         ("train", REWARD, "reward[0].function runs foreign_module:Foreign"),
         ("train", "model: {trust_remote_code: true}\n", "model.trust_remote_code"),
         ("train", "env: {factory: 'foreign_module:Foreign'}\n", "env.factory runs foreign_module:Foreign"),
-        ("train", "env: {gymnasium: 'foreign_module:Taxi-v4'}\n", "env.gymnasium imports the module foreign_module"),
+        (
+            "train",
+            "env: {factory: 'gymnasium:foreign_module:Taxi-v4'}\n",
+            "env.factory imports the module foreign_module",
+        ),
         ("train", "tools: ['foreign_module:Foreign']\n" + REWARD, "tools[0] runs foreign_module:Foreign"),
         ("generate", "env: {factory: 'foreign_module:Foreign'}\n", "env.factory runs foreign_module:Foreign"),
         ("control", "env: {id: 'foreign_module:Maze-v0'}\n", "env.id imports the module foreign_module"),

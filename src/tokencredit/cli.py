@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from tokencredit import __version__
 from tokencredit.commands import COMMANDS
@@ -14,7 +15,7 @@ from tokencredit.commands.jobs import BAD_ARGUMENTS, FAILED
 from tokencredit.distributed.signals import INTERRUPTED, end_on_interrupt
 from tokencredit.errors import ConfigError, NotInstalled, ProcessLost, RunStopped
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.command_line import Parser, one_of
+from tokencredit.settings.command_line import Parser, checked
 
 MEMORY_ADVICE = {
     "evaluate": "; lower --samples or --max_new_tokens",
@@ -70,7 +71,7 @@ def top_level(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--print_completion",
         metavar="SHELL",
-        type=one_of("bash", "zsh", "tcsh"),
+        type=checked(Literal["bash", "zsh", "tcsh"]),
         help="Print a script that completes commands, keys and choices in this shell; needs shtab.",
     )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")

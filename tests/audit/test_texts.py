@@ -22,7 +22,7 @@ from tokencredit.runs.folder import RunFolder
 from tokencredit.settings.data import PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.source import read_config
+from tokencredit.settings.run_kind import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig, OptimConfig, RunConfig, UpdateConfig
 from tokencredit.text.audit.continuations import batch_by_position, continuation_targets
@@ -152,7 +152,7 @@ def test_with_a_bootstrap_a_cut_completion_is_worth_its_rewards_and_the_critics_
 
 NO_CRITIC = CriticConfig(kind="none")
 KINDS = {
-    "shared, overlong": {"score": ScoreConfig(overlong_tokens=2, overlong_penalty=0.5, missing_eos_penalty=0.3)},
+    "shared, overlong": {"score": ScoreConfig(overlong=[2, 0.5], missing_eos_penalty=0.3)},
     "separate, full": {"critic": CriticConfig(kind="separate"), "kl": KLConfig(coef=0.3, estimator="full")},
     "lora, loss": {
         "model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2)),

@@ -32,7 +32,7 @@ KINDS = {
     "exact KL in the loss": {"kl": KLConfig(place="loss", estimator="full")},
     "everything": {
         "rollout": RolloutConfig(batch_size=16, max_new_tokens=12, top_p=0.9),
-        "off_policy": OffPolicyConfig(correct="clip", level="geometric", low=0.96),
+        "off_policy": OffPolicyConfig(correct="clip", level="geometric", bounds=[0.96, 2.0]),
         "ppo": UpdateConfig(epochs=2, minibatches=5, micro_batch_tokens=48, target_kl=0.05),
         "advantage": AdvantageConfig(whiten="minibatch"),
         "critic": CriticConfig(pretrain=2, places=[0.3, 0.6, 0.9], epochs=1, buffer=2),

@@ -227,7 +227,7 @@ def test_with_turns_as_steps_the_critic_has_a_value_per_turn():
 
 
 def test_the_head_names_the_environment():
-    page = render(made([grid()], env={"factory": "builtin:grid", "gymnasium": None}, reward=[], tools=["f.py:look"]))
+    page = render(made([grid()], env={"factory": "builtin:grid"}, reward=[], tools=["f.py:look"]))
     assert "<dt>in the environment</dt><dd>builtin:grid with tools f.py:look</dd>" in page
     assert "on the reward" not in page
     metrics = [{"iteration": 1, "reward": 1.0, "reward/World": 1.0, "env/turns": 2.0}]

@@ -9,8 +9,8 @@ import pytest
 from tokencredit.runs.diagnosis import CHECKS, diagnose, no_finding
 from tokencredit.runs.summary import History
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import flat
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.yaml import flat
 
 CONFIG = {
     "reward": [{"classifier": "a", "weight": 1.0}, {"function": "b", "weight": 2.0}],

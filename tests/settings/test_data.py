@@ -8,9 +8,9 @@ import pytest
 from tokencredit.errors import ConfigError
 from tokencredit.settings.command_line import config_parser, to_config
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
-from tokencredit.settings.source import read_config
+from tokencredit.settings.reader import dump_yaml
+from tokencredit.settings.run_kind import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.yaml import dump_yaml
 
 MISTAKES = [
     ({"weight": 2.0}, "{key} needs exactly one of function, classifier, reward_model; it has none"),

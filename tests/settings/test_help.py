@@ -10,8 +10,8 @@ import pytest
 from helpers.commands import refused
 from tokencredit.cli import main
 from tokencredit.settings.command_line import FIRST_KEYS
+from tokencredit.settings.fields import flat
 from tokencredit.settings.run_kind import RUN_KINDS
-from tokencredit.settings.yaml import flat
 
 
 @pytest.mark.parametrize("run_kind", RUN_KINDS.values(), ids=list(RUN_KINDS))

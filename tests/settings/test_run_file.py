@@ -7,9 +7,9 @@ import pytest
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, PromptsConfig
-from tokencredit.settings.source import read_config
+from tokencredit.settings.reader import dump_yaml
+from tokencredit.settings.run_kind import read_config
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.yaml import dump_yaml
 
 
 @pytest.fixture

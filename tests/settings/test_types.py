@@ -13,8 +13,8 @@ from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig
 from tokencredit.settings.data import FunctionTerm, PromptsConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.reader import dump_yaml
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.yaml import dump_yaml
 
 CHOICES = "tensorboard, wandb, trackio, comet_ml, aim, mlflow, clearml, dvclive, swanlab"
 TERMS = "a list of terms, such as --reward '[{function: f.py:f}]', or reward: [{function: f.py:f}] in a file"
@@ -123,7 +123,7 @@ def test_what_is_set_later_is_held_to_all_rules():
         ("optim.lr", -1.0, r"^optim\.lr is -1\.0; it must be above 0$"),
         ("ppo.minibatches", 100, r"^ppo\.minibatches is 100; it must be at most rollout\.batch_size, 64$"),
         ("kl.horizon", 5.0, r"^kl\.horizon is 5\.0, which has no effect without kl\.target; leave it out$"),
-        ("prompts.text", [], r"^prompts\.text is empty"),
+        ("prompts.text", [], r"^prompts\.text is \[\]; give"),
     ):
         with pytest.raises(ConfigError, match=message):
             require_config(changed(key, value), PPOConfig)
@@ -134,7 +134,7 @@ def test_what_is_set_later_is_held_to_all_rules():
 def test_a_field_that_does_not_exist_is_refused():
     for key, message in (
         ("optim.lrr", "unknown key optim.lrr; did you mean optim.lr?"),
-        ("iterations_", "unknown key iterations_"),
+        ("iterations_", "unknown key iterations_; did you mean run.iterations?"),
     ):
         with pytest.raises(ConfigError) as caught:
             require_config(changed(key, 1e-3), PPOConfig)

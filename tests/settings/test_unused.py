@@ -11,11 +11,10 @@ import yaml
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import ROWS, Condition, refuse_unused, settings_of
-from tokencredit.settings.run_kind import CONTROL, OFFLINE, RUN_KINDS, TEXT
-from tokencredit.settings.source import configure
+from tokencredit.settings.fields import ROWS, Condition, flat, refuse_unused, settings_of
+from tokencredit.settings.reader import grouped
+from tokencredit.settings.run_kind import CONTROL, OFFLINE, RUN_KINDS, TEXT, configure
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.yaml import flat, nested
 
 FUNCTION = [{"function": "length"}]
 DATA = {"prompts.dataset": "prompts.jsonl"}
@@ -219,7 +218,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     *[
         ("text", {f"off_policy.{key}": value}, f"off_policy.{key}", "with off_policy.correct: none")
-        for key, value in [("level", "sequence"), ("low", 0.5), ("high", 3.0)]
+        for key, value in [("level", "sequence"), ("bounds", [0.5, 2.0])]
     ],
     (
         "text",
@@ -385,7 +384,7 @@ def check_message(text, key, why):
 @first_pairs
 def test_a_setting_that_changes_nothing_is_refused_from_yaml(run_kind, settings, key, why, tmp_path, capsys):
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(nested(settings)))
+    file.write_text(yaml.safe_dump(grouped(RUN_KINDS[run_kind].config, settings.items())))
     assert main([RUN_KINDS[run_kind].command, "--config", str(file)]) == 2
     check_message(capsys.readouterr().err.removeprefix("tokencredit: ").strip(), key, why)
 
@@ -400,7 +399,7 @@ def test_a_setting_that_changes_nothing_is_refused_from_flags(run_kind, settings
 @pytest.mark.parametrize("way", [built, in_python])
 def test_a_setting_that_changes_nothing_is_refused_from_python(run_kind, settings, key, why, way):
     with pytest.raises(ConfigError) as caught:
-        way(RUN_KINDS[run_kind].config, nested(settings))
+        way(RUN_KINDS[run_kind].config, grouped(RUN_KINDS[run_kind].config, settings.items()))
     check_message(str(caught.value), key, why)
 
 
@@ -483,7 +482,7 @@ def test_a_column_needs_rows(settings, capsys):
 
 @pytest.mark.parametrize("settings", [{key: value} for key, value in OF_TURNS.items()], ids=list(OF_TURNS))
 def test_a_setting_of_turns_needs_an_environment_or_tools(settings, capsys):
-    needs = "env.factory or env.reasoning_gym or env.gymnasium or env.openenv or tools or environment_factory"
+    needs = "env.factory or tools or environment_factory"
     refused_by_commands(settings, needs, capsys)
 
 

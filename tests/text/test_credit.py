@@ -163,7 +163,7 @@ def test_the_baseline_is_the_mean_of_earlier_scores(tokenizer):
 
 
 def test_overlong_completions_pay_at_their_last_token(tokenizer):
-    score = ScoreConfig(overlong_penalty=2.0, overlong_tokens=4, missing_eos_penalty=0.5, clip=3.0)
+    score = ScoreConfig(overlong=[4, 2.0], missing_eos_penalty=0.5, clip=3.0)
     credit = credit_of(
         score=score,
         rollout=RolloutConfig(max_new_tokens=6),

@@ -13,7 +13,7 @@ from tokencredit.report.comparison_stats import group_runs
 from tokencredit.report.reading import read_run
 from tokencredit.runs.resuming import changes
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.source import read_config, read_source
+from tokencredit.settings.run_kind import read_config, read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_source

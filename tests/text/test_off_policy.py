@@ -17,9 +17,8 @@ from tokencredit.errors import ConfigError
 from tokencredit.runs.diagnosis.policy_checks import ROUNDING_KL
 from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.settings.options import EvaluateOptions, with_engine
 from tokencredit.settings.rollout import OffPolicyConfig, RolloutConfig, SamplingConfig
-from tokencredit.settings.source import Source
+from tokencredit.settings.run_kind import Source, with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig
 from tokencredit.text.batch import Batch, behavior_metrics
@@ -30,6 +29,7 @@ from tokencredit.text.engines.local.sampling import Decoding
 from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.models import precision
 from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.tools.scoring_options import EvaluateOptions
 
 NUCLEUS = RolloutConfig(batch_size=8, max_new_tokens=8, top_p=0.9)
 
@@ -67,9 +67,9 @@ def given(tokenizer, mask_truncated=False, **settings):
     ("settings", "expected"),
     [
         ({"correct": "clip"}, [[0.5, 2.0, 1.5], [2.0, 0.0, 0.0]]),
-        ({"correct": "clip", "low": 1.0, "high": 1.7}, [[1.0, 1.7, 1.5], [1.7, 0.0, 0.0]]),
-        ({"correct": "mask", "low": 0.6, "high": 3.0}, [[0.0, 2.0, 1.5], [0.0, 0.0, 0.0]]),
-        ({"correct": "clip", "level": "sequence", "high": 9.0}, [[1.5, 1.5, 1.5], [4.0, 0.0, 0.0]]),
+        ({"correct": "clip", "bounds": [1.0, 1.7]}, [[1.0, 1.7, 1.5], [1.7, 0.0, 0.0]]),
+        ({"correct": "mask", "bounds": [0.6, 3.0]}, [[0.0, 2.0, 1.5], [0.0, 0.0, 0.0]]),
+        ({"correct": "clip", "level": "sequence", "bounds": [0.0, 9.0]}, [[1.5, 1.5, 1.5], [4.0, 0.0, 0.0]]),
         ({"correct": "mask", "level": "geometric"}, [[1.0] * 3, [0.0, 0.0, 0.0]]),
     ],
 )
@@ -115,7 +115,7 @@ def test_metrics_by_hand(tokenizer):
 def test_a_setting_without_other_logprobs_is_refused(changes, monkeypatch, tmp_path):
     (key, value), *_ = changes.items()
     refused = partial(
-        pytest.raises, ConfigError, match=rf"^{key} is {value}, .* log-probs of training: .* leave it out"
+        pytest.raises, ConfigError, match=rf"^{key} is {value}, .* log-probs of training, .* leave it out"
     )
     for rollout in ({}, {"rollout.top_p": 1.0}, {"eval.temperature": 0.5}):
         with refused():
@@ -129,8 +129,8 @@ def test_a_setting_without_other_logprobs_is_refused(changes, monkeypatch, tmp_p
 
 
 def test_off_policy_bounds_must_be_in_order():
-    with pytest.raises(ConfigError, match=r"off_policy\.high is 2; it must be above off_policy\.low, 2"):
-        PPOConfig.from_dict({"off_policy.correct": "mask", "off_policy.low": 2.0})
+    with pytest.raises(ConfigError, match=r"off_policy\.bounds is \[2\.0, 2\.0\]; it must be \[low, high\]"):
+        PPOConfig.from_dict({"off_policy.correct": "mask", "off_policy.bounds": [2, 2]})
 
 
 def test_commands_that_only_sample_ask_for_no_other_logprobs():
@@ -250,13 +250,13 @@ def test_the_pass_before_an_update_is_skipped_where_nothing_reads_it(critic, pro
 
 def test_interpolation_needs_tokens_with_an_age():
     for rollout in ({}, {"rollout.engine": "continuous"}):
-        with pytest.raises(ConfigError, match=r"off_policy\.proximal is interpolated, .*; set rollout\.max_age with"):
+        with pytest.raises(ConfigError, match=r"off_policy\.proximal is interpolated, .*; set rollout\.max_age \("):
             PPOConfig.from_dict({"off_policy.proximal": "interpolated"} | rollout)
 
 
 def test_weights_of_an_interpolated_policy_need_tokens_of_age_2():
     settings = {"rollout.engine": "continuous", "off_policy.proximal": "interpolated", "off_policy.correct": "clip"}
-    with pytest.raises(ConfigError, match=r"off_policy\.correct is clip, and rollout\.max_age is 1: .* weights are 1"):
+    with pytest.raises(ConfigError, match=r"off_policy\.correct is clip, and rollout\.max_age is 1; all weights are 1"):
         PPOConfig.from_dict(settings | {"rollout.max_age": 1})
     PPOConfig.from_dict(settings | {"rollout.max_age": 2})
 
@@ -274,7 +274,11 @@ def test_weights_of_an_interpolated_policy_need_tokens_of_age_2():
 )
 def test_a_target_kl_that_an_update_begins_above_is_refused(proximal, more, refused):
     settings = {"ppo.target_kl": 0.01, "off_policy.proximal": proximal} | more
-    with pytest.raises(ConfigError, match=r"ppo\.target_kl is 0\.01, .* first step") if refused else nullcontext():
+    with (
+        pytest.raises(ConfigError, match=r"ppo\.target_kl is 0\.01, .* set off_policy\.proximal: recomputed")
+        if refused
+        else nullcontext()
+    ):
         PPOConfig.from_dict(settings)
 
 

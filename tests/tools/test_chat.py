@@ -11,7 +11,7 @@ from helpers.configs import quiet, text_config
 from helpers.models import with_chat_template
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
-from tokencredit.settings.source import read_source
+from tokencredit.settings.run_kind import read_source
 from tokencredit.text.policy import load
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.chat import LONGEST, Speaker, answer, chat, load_speaker, show

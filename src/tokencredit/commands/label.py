@@ -9,9 +9,9 @@ from tokencredit.commands.use_model import from_python, which_of
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
 from tokencredit.settings.command_line import SEED, Options, Parser, new_command
-from tokencredit.settings.options import PairsOptions
 from tokencredit.settings.reader import build
-from tokencredit.settings.source import read_source
+from tokencredit.settings.run_kind import read_source
+from tokencredit.tools.scoring_options import PairsOptions
 
 
 def pairs_parser() -> Parser:

@@ -20,11 +20,10 @@ from tokencredit.settings.command_line import (
     new_command,
 )
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
-from tokencredit.settings.run_kind import CONTROL, run_kind_of
-from tokencredit.settings.source import read_config, read_policy_config, run_config_file
+from tokencredit.settings.reader import read_yaml
+from tokencredit.settings.run_kind import CONTROL, read_config, read_policy_config, run_config_file, run_kind_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
-from tokencredit.settings.yaml import read_yaml
 
 
 def audit_parser() -> Parser:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tokencredit.commands.jobs import training
 from tokencredit.distributed.signals import raising_interrupt
@@ -19,21 +19,22 @@ from tokencredit.settings.command_line import (
     POSITIVE_INT,
     Options,
     Parser,
+    checked,
     new_command,
-    one_of,
     to_config,
 )
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.describe import json_schema
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.offline import OfflineSettings
-from tokencredit.settings.run_kind import CONTROL, RUN_KINDS
-from tokencredit.settings.source import configure
+from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, configure
 from tokencredit.settings.text import PPOConfig
 
 if TYPE_CHECKING:
     from tokencredit.tools.sweep.launch import Launcher, Resources
     from tokencredit.tools.sweep.sweep_file import SweepRun
+
+TrainingCommand = Literal["train", "control", "sft", "reward-model", "dpo"]
 
 
 def train(options: Options) -> None:
@@ -129,7 +130,9 @@ def plan_parser() -> Parser:
     parser.add_argument(
         "--prompt_tokens", help="Length of prompts, in tokens; by default they are tokenized and counted.", **lengths
     )
-    parser.add_argument("--device", type=one_of("cpu", "cuda"), help="Device to plan for; by default this machine's.")
+    parser.add_argument(
+        "--device", type=checked(Literal["cpu", "cuda"]), help="Device to plan for; by default this machine's."
+    )
     parser.add_argument("--memory", type=size, metavar="SIZE", help="Memory of that device, such as 24GB.")
     parser.add_argument("--no-time", action="store_true", help="Skip the calibration of time on this machine.")
     parser.add_argument("--out", metavar="FILE", help="New JSON file for the plan.")
@@ -160,8 +163,8 @@ def plan(options: Options) -> None:
 def schema_parser() -> Parser:
     """The parser of `tokencredit schema`."""
     parser = new_command("Print the JSON schema of a command's YAML files, for editors.", runs_code=False)
-    names = [run_kind.command for run_kind in RUN_KINDS.values()]
-    parser.add_argument("of", nargs="?", type=one_of(*names), default="train", help=f"Command: {', '.join(names)}.")
+    names = ", ".join(run_kind.command for run_kind in RUN_KINDS.values())
+    parser.add_argument("of", nargs="?", type=checked(TrainingCommand), default="train", help=f"Command: {names}.")
     return parser
 
 
@@ -180,7 +183,7 @@ def sweep_parser() -> Parser:
     )
     parser.add_argument(
         "--on",
-        type=one_of("local", "ray", "slurm"),
+        type=checked(Literal["local", "ray", "slurm"]),
         default="local",
         help="Place of the runs: processes here, tasks of a Ray cluster, or Slurm jobs.",
     )

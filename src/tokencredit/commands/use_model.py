@@ -6,16 +6,15 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import check_new_file, read_python
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.command_line import POSITIVE_FLOAT, POSITIVE_INT, SEED, Options, Parser, new_command, one_of
-from tokencredit.settings.options import EvaluateOptions, with_engine
+from tokencredit.settings.command_line import POSITIVE_FLOAT, POSITIVE_INT, SEED, Options, Parser, checked, new_command
 from tokencredit.settings.reader import build
 from tokencredit.settings.rollout import EngineName
-from tokencredit.settings.source import Source, read_policy_config, read_source, run_config_file
+from tokencredit.settings.run_kind import Source, read_policy_config, read_source, run_config_file, with_engine
+from tokencredit.tools.scoring_options import EvaluateOptions
 
 
 def generate_parser() -> Parser:
@@ -34,7 +33,7 @@ def generate_parser() -> Parser:
     parser.add_argument("--temperature", type=POSITIVE_FLOAT, help="Sampling temperature; by default the run's.")
     parser.add_argument("--seed", type=SEED, default=1, help="Seed of all randomness.")
     parser.add_argument(
-        "--engine", type=one_of(*get_args(EngineName)), default="local", help="Sampling engine (docs/engines.md)."
+        "--engine", type=checked(EngineName), default="local", help="Sampling engine (docs/engines.md)."
     )
     parser.add_argument("--server", help="Address of a vLLM server, with --engine vllm.")
     parser.add_argument("--server_folder", help="Folder through which weights reach the server; by default temporary.")

@@ -22,8 +22,8 @@ from tokencredit.report.templating import two_digits
 from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import final_mean, finite
 from tokencredit.settings.data import KINDS
+from tokencredit.settings.fields import flat
 from tokencredit.settings.run_kind import TEXT, RunKind, run_kind_of
-from tokencredit.settings.yaml import flat
 
 POINTS = 500
 """Maximum points per curve."""

@@ -22,7 +22,6 @@ from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PROBLEMS
 from tokencredit.runs.summary import WINDOW, averaged, final_mean, iterations_in, mean
 from tokencredit.runs.transcript import acted, speeches, written
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.data import SOURCES
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
 
 if TYPE_CHECKING:  # it imports torch, which a page does not need
@@ -144,7 +143,7 @@ def story(run: Run) -> list[tuple[str, str]]:
 
 def environment_of(run: Run) -> str:
     """The environment or the tools of episodes of several turns; empty for single completions."""
-    names = [str(name) for key in SOURCES if (name := run.setting(f"env.{key}"))]
+    names = [str(name)] if (name := run.setting("env.factory")) else []
     if tools := run.setting("tools"):
         names.append(f"tools {', '.join(map(str, tools))}")
     return " with ".join(names) or ("from Python" if run.episodic else "")

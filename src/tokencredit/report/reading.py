@@ -27,8 +27,8 @@ from tokencredit.runs.jsonl import (
     require,
 )
 from tokencredit.runs.summary import WINDOW
-from tokencredit.settings.source import run_config_file
-from tokencredit.settings.yaml import read_yaml
+from tokencredit.settings.reader import read_yaml
+from tokencredit.settings.run_kind import run_config_file
 
 REPORT = "report.html"
 """The report in a run's folder."""

@@ -29,10 +29,9 @@ from tokencredit.runs.jsonl import read_metrics, read_samples
 from tokencredit.runs.resuming import LINES, allowed_changes, for_trainer, newest, saved
 from tokencredit.runs.summary import History, Summary, summarise
 from tokencredit.runs.trackers import Trackers
-from tokencredit.settings.run_kind import RunKind
-from tokencredit.settings.source import foreign_code
+from tokencredit.settings.reader import dump_yaml
+from tokencredit.settings.run_kind import RunKind, foreign_code
 from tokencredit.settings.training import RunSettings
-from tokencredit.settings.yaml import dump_yaml
 
 Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
 BAD_STEPS_KEPT = 20

@@ -13,9 +13,9 @@ from tokencredit.errors import ConfigError
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
 from tokencredit.runs.folder import size
 from tokencredit.settings.data import TEXTS
-from tokencredit.settings.fields import unused
+from tokencredit.settings.fields import flat, unused
+from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import run_kind_of
-from tokencredit.settings.yaml import flat, read_yaml
 
 LINES = ("metrics.jsonl", "samples.jsonl")
 """Files of a run that grow with each iteration; a checkpoint records their length."""

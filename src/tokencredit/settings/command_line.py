@@ -16,14 +16,12 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import RewardTerm
 from tokencredit.settings.describe import commented_yaml, first_sentences, help_of, rows_of, table
-from tokencredit.settings.fields import no_group, options_of, settings_of, unknown_key, wanted_of
+from tokencredit.settings.fields import check_value, no_group, options_of, settings_of, unknown_key, wanted_of
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
-from tokencredit.settings.reader import build, grouped, merged, read_settings
-from tokencredit.settings.run_kind import RUN_KINDS, other_run_kind
-from tokencredit.settings.source import refuse_foreign_code, run_config_file
+from tokencredit.settings.reader import build, grouped, load_yaml, merged, read_settings, read_yaml
+from tokencredit.settings.run_kind import RUN_KINDS, other_run_kind, refuse_foreign_code, run_config_file
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import MAX_SEED
-from tokencredit.settings.yaml import load_yaml, read_yaml
 
 Config = TypeVar("Config")
 
@@ -107,7 +105,8 @@ class Parser(argparse.ArgumentParser):
             options, unknown = self.parse_known_args(arguments, Options(given=[], settings={}))
         except argparse.ArgumentError as error:
             name = (error.argument_name or self.prog).rpartition("/")[2]
-            raise ConfigError(f"{name}{_separated(error.message)}") from error
+            joint = " " if error.message.startswith("is ") else ": "  # a value of a type here, or argparse's own words
+            raise ConfigError(f"{name}{joint}{error.message}") from error
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
         for name, words in self.needs.items():
@@ -192,12 +191,13 @@ class Parser(argparse.ArgumentParser):
         if not Path(file).is_file():
             state = "does not exist" if file and not Path(file).exists() else "is not a file"
             raise ConfigError(f"--config: {file!r} {state}")
-        settings, own = read_yaml(Path(file)), _command_of(self.kind)
-        if own and isinstance(settings, Mapping) and (run_kind := other_run_kind(settings, own)):
-            raise ConfigError(f"{file}: it is a configuration of tokencredit {run_kind.command}")
-        options = {action.dest for action in self._actions if not isinstance(action, Given)}
-        if isinstance(settings, Mapping) and (misplaced := options.intersection(settings)):
-            raise ConfigError(f"{file}: {min(misplaced)} is an option of the command, not a setting")
+        settings = read_yaml(Path(file))
+        if isinstance(settings, Mapping):
+            if run_kind := other_run_kind(settings, self.kind):
+                raise ConfigError(f"{file}: it is a configuration of tokencredit {run_kind.command}")
+            options = {action.dest for action in self._actions if not isinstance(action, Given)}
+            if misplaced := options.intersection(settings):
+                raise ConfigError(f"{file}: {min(misplaced)} is an option of the command, not a setting")
         return read_settings(self.kind, file)
 
     def _resumed(self, run: str) -> Path:
@@ -206,7 +206,7 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError("--resume is empty; give the folder of a run")
         file = run_config_file(Path(run))
         settings = read_yaml(file)
-        if isinstance(settings, Mapping) and (run_kind := other_run_kind(settings, str(_command_of(self.kind)))):
+        if isinstance(settings, Mapping) and (run_kind := other_run_kind(settings, self.kind)):
             command = f"tokencredit {run_kind.command}"
             raise ConfigError(f"{run!r} is a run of {command}; resume it with: {command} --resume {run}")
         return file
@@ -222,7 +222,7 @@ class Parser(argparse.ArgumentParser):
             parent = known.get(name.rpartition(".")[0])
             if parent is not None and not is_dataclass(parent.hint):
                 wanted = wanted_of(parent.hint)
-                return f"unknown key {name}: {parent.item.name} has no keys of its own; it must be {wanted}"
+                return f"unknown key {name}: {parent.name} has no keys of its own; it must be {wanted}"
             return unknown_key(name, list(known))
         near = get_close_matches(name, [option for option in own if option != "debug"], n=1)
         return f"unknown option --{name}; " + (f"did you mean --{near[0]}?" if near else "see --help")
@@ -234,16 +234,6 @@ CONFIG_HELP = "YAML file of the keys below; flags after it override it."
 def _choices(option: Any) -> tuple[str, ...]:
     """The texts that a flag of this type may have, if they are few."""
     return ("true", "false") if option is bool else get_args(option) if get_origin(option) is Literal else ()
-
-
-def _separated(message: str) -> str:
-    """A parser's message after the name of its option."""
-    return f" {message}" if message.startswith("is ") else f": {message}"
-
-
-def _command_of(kind: Any) -> str | None:
-    """The command that trains by a configuration of this class."""
-    return next((run_kind.command for run_kind in RUN_KINDS.values() if run_kind.config is kind), None)
 
 
 def value_of(hint: Any, key: str, text: str) -> Any:
@@ -269,44 +259,23 @@ def value_of(hint: Any, key: str, text: str) -> Any:
     return text if value is None and text not in ("null", "~") else value
 
 
-def number(kind: type[int] | type[float], at_least: float | None = None, **limits: float) -> Callable[[str], Any]:
-    """The type of an option that takes a number: at least `at_least`, `above` or `at_most` something."""
-    words = "a whole number" if kind is int else "a number"
-    bounds = {"at least": at_least, "above": limits.get("above"), "at most": limits.get("at_most")}
-    parts = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
-    wanted = f"{words}{', ' if kind is int else ' '}{' and '.join(parts)}"
+def checked(hint: Any, **limits: float) -> Callable[[str], Any]:
+    """The type of a command's option, with the checks of a setting; limits as in `setting`."""
 
     def convert(text: str) -> Any:
+        value = value_of(hint, "", text)
         try:
-            value = kind(text)
-        except ValueError:
-            value = kind(-1)
-        fits = (
-            (at_least is None or value >= at_least)
-            and value > limits.get("above", float("-inf"))
-            and value <= limits.get("at_most", float("inf"))
-        )
-        if not fits or text.strip().lower() in ("inf", "infinity"):
-            raise argparse.ArgumentTypeError(f"is {text}; it must be {wanted}")
-        return value
+            check_value("", value, hint, limits)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error).strip()) from error
+        return float(value) if hint is float else value
 
     return convert
 
 
-POSITIVE_INT, NON_NEGATIVE_INT = number(int, 1), number(int, 0)
-POSITIVE_FLOAT = number(float, above=0)
-SEED = number(int, 0, at_most=MAX_SEED)
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """The type of an option that takes one of these texts."""
-
-    def convert(text: str) -> str:
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"is {text}; it must be one of {', '.join(choices)}")
-        return text
-
-    return convert
+POSITIVE_INT, NON_NEGATIVE_INT = checked(int, at_least=1), checked(int, at_least=0)
+POSITIVE_FLOAT = checked(float, above=0)
+SEED = checked(int, at_least=0, at_most=MAX_SEED)
 
 
 def new_command(description: str, runs_code: bool = True, kind: Any = None) -> Parser:

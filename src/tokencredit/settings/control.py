@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tokencredit.core.estimator_table import AgentEstimatorName
-from tokencredit.errors import ConfigError
-from tokencredit.settings.fields import check, refuse_unused, setting
+from tokencredit.settings.fields import check, refuse, refuse_unused, setting
 from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
 from tokencredit.settings.reader import Configuration
 from tokencredit.settings.training import (
@@ -62,19 +61,6 @@ class AgentConfig:
     actions: Literal["clip", "scale"] = "clip"
     """Mapping of continuous actions to the environment's bounds: clip to them, or scale [-1, 1] to them."""
 
-    def check_hidden(self) -> None:
-        """Raise `ConfigError` for hidden widths that the network cannot have."""
-        for position, width in enumerate(self.hidden):
-            if width < 1:
-                raise ConfigError(f"agent.hidden[{position}] is {width}; it must be at least 1")
-        if self.policy == "transformer" and (
-            not self.hidden or len(set(self.hidden)) > 1 or self.hidden[0] % self.heads
-        ):
-            raise ConfigError(
-                f"agent.hidden is {self.hidden}; a transformer needs blocks of one width, a multiple of agent.heads, "
-                f"{self.heads}"
-            )
-
     def observations(self) -> int:
         """Number of observations in the agent's input."""
         return self.context if self.policy == "transformer" else 1
@@ -89,8 +75,6 @@ class AgentCriticConfig(CriticTraining):
     lr: float = setting(2.5e-4, needs=LEARNS, above=0)
     """Learning rate of the critic's own parameters."""
     coef: float = setting(1.0, needs=EXISTS, at_least=0)
-    """Weight of the value loss in the sum with the policy loss. With 0 the critic learns only in its own passes
-    (`epochs`)."""
     loss: Literal["mse", "huber"] = setting("mse", needs=LEARNS)
     """Value loss: half the squared error, or Huber, which is linear in large errors."""
 
@@ -104,7 +88,6 @@ class AgentAdvantageConfig(AdvantageSettings):
     gamma: float = setting(0.99, needs=read_by("gamma"), at_least=0, at_most=1)
     """Discount factor per environment step."""
     whiten: Literal["none", "batch", "minibatch"] = "minibatch"
-    """Whiten advantages (zero mean, unit variance) over the whole batch, or within each minibatch."""
 
 
 @dataclass
@@ -112,7 +95,6 @@ class AgentUpdateConfig(PPOSettings):
     """The PPO update."""
 
     entropy_coef: float = setting(0.01, at_least=0)
-    """Weight of the entropy bonus."""
 
 
 @dataclass
@@ -128,10 +110,7 @@ class AgentRunConfig(RunSettings):
     """Length of the run and its files."""
 
     iterations: int = setting(976, at_least=1)
-    """Number of iterations: one rollout and one update each."""
     save_every: int = setting(100, at_least=0)
-    """Iterations between checkpoints, from which `--resume` continues. The last iteration and each new best evaluation
-    get one too. With 0 there is none of them, only one when the run is interrupted."""
 
 
 @dataclass
@@ -167,42 +146,31 @@ class ControlConfig(Configuration):
     """Algorithm: PPO, or a plain policy gradient, which takes one step on the whole batch. Of ppo.* the latter reads
     entropy_coef and micro_batch_tokens only."""
     env: EnvConfig = field(default_factory=EnvConfig)
-    """The environment and its parallel copies."""
     agent: AgentConfig = field(default_factory=AgentConfig)
-    """The actor's network."""
     critic: AgentCriticConfig = field(default_factory=AgentCriticConfig)
-    """The critic: its network and how it learns."""
     steps: int = setting(128, at_least=2)
     """Environment steps per copy and iteration."""
     advantage: AgentAdvantageConfig = field(default_factory=AgentAdvantageConfig)
-    """Advantage estimation."""
     ppo: AgentUpdateConfig = field(default_factory=AgentUpdateConfig)
-    """The PPO update."""
     optim: OptimConfig = field(
         default_factory=lambda: OptimConfig(lr=2.5e-4, eps=1e-5, warmup=0, final_scale=0.0, max_grad_norm=0.5)
     )
-    """Optimizer and learning-rate schedule; the critic's learning rate is `critic.lr`."""
     threads: int | None = setting(1, at_least=1)
     """PyTorch's CPU threads; null for PyTorch's default. Small networks are fastest on 1."""
     stop: AgentStopConfig = field(default_factory=AgentStopConfig)
-    """Early-stopping rules."""
     eval: EpisodesConfig = field(default_factory=EpisodesConfig)
-    """Evaluation episodes in a separate copy of the environment."""
     audit: AgentAuditConfig = field(default_factory=AgentAuditConfig)
-    """Audits of the credit during training."""
     run: AgentRunConfig = field(default_factory=AgentRunConfig)
-    """Length of the run and its files."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values that cannot work."""
         check(self)
-        self.agent.check_hidden()
-        batch = self.env.number * self.steps
+        agent, batch = self.agent, self.env.number * self.steps
+        if any(width < 1 for width in agent.hidden):
+            refuse(self, "agent.hidden", "each width must be at least 1")
+        if agent.policy == "transformer" and (len(set(agent.hidden)) != 1 or agent.hidden[0] % agent.heads):
+            refuse(self, "agent.hidden agent.heads", "a transformer needs blocks of one width, a multiple of its heads")
         if self.algorithm == "ppo" and batch % self.ppo.minibatches:
-            raise ConfigError(
-                f"ppo.minibatches is {self.ppo.minibatches}; it must divide the batch, "
-                f"env.number {self.env.number} × steps {self.steps} = {batch}"
-            )
-        self.advantage.check_critic(self.critic.kind)
-        self.critic.check_warmup(self.run.iterations)
+            refuse(self, "ppo.minibatches env.number steps", f"it must divide env.number × steps, {batch}")
+        self.advantage.check_critic(self.critic, self.run.iterations)
         refuse_unused(self)

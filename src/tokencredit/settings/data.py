@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.fields import no_group, setting, unknown_key
+from tokencredit.settings.fields import no_group, refuse, setting, unknown_key
 
 TEXTS = ["This movie was really"]
 """Default prompts."""
@@ -183,16 +183,14 @@ class ScoreConfig:
     """Clip range of scores, after `normalize`: [-clip, clip]; null for no clipping."""
     missing_eos_penalty: float = setting(0.0, at_least=0)
     """Penalty of a completion that was truncated, subtracted from its score after `normalize` and `clip`."""
-    overlong_penalty: float = setting(0.0, at_least=0)
-    """Penalty of a completion of length rollout.max_new_tokens, which rises linearly from 0 over the last
-    `overlong_tokens`. Needs that key."""
-    overlong_tokens: int | None = setting(None, at_least=1)
-    """Tokens before rollout.max_new_tokens over which overlong_penalty rises from 0; null for no such penalty."""
+    overlong: list[float] | None = None
+    """Penalty of long completions, [tokens, penalty]: it rises linearly from 0 over the last `tokens` before
+    rollout.max_new_tokens to `penalty` there; null for none."""
 
 
-SOURCES = ("factory", "reasoning_gym", "gymnasium", "openenv")
-"""Settings that name an environment; at most one is given."""
-SEVERAL = " or ".join((*(f"env.{name}" for name in SOURCES), "tools", "environment_factory"))
+PACKAGED = ("builtin", "reasoning_gym", "gymnasium", "openenv")
+"""Prefixes of `env.factory` for environments of Tokencredit and of other packages; others name user code."""
+SEVERAL = "env.factory or tools or environment_factory"
 """The condition that episodes have several turns."""
 
 
@@ -202,14 +200,9 @@ class EnvironmentConfig:
     one turn."""
 
     factory: str | None = None
-    """Environment class, or function that returns an environment: `pkg.module:MyEnv`, `path/file.py:MyEnv`,
-    `builtin:grid` or `builtin:calculator`."""
-    reasoning_gym: str | None = None
-    """Data set of reasoning-gym by name, such as `chain_sum`: a question per episode, scored by its verifier."""
-    gymnasium: str | None = None
-    """Text-like environment of Gymnasium by id, such as `FrozenLake-v1`."""
-    openenv: str | None = None
-    """Address of an OpenEnv server, such as `http://localhost:8000`."""
+    """Environment class, or function that returns an environment: `pkg.module:MyEnv` or `path/file.py:MyEnv`; one of
+    Tokencredit: `builtin:grid` or `builtin:calculator`; a data set of reasoning-gym: `reasoning_gym:chain_sum`; a
+    text-like environment of Gymnasium: `gymnasium:FrozenLake-v1`; or a server: `openenv:http://localhost:8000`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory or of the data set."""
     max_turns: int = setting(8, needs=SEVERAL, at_least=1)
@@ -223,20 +216,12 @@ class EnvironmentConfig:
     """Timeout of a call of an environment or tool, in seconds; the observation then says so."""
 
     def check(self) -> None:
-        """Raise `ConfigError` for several environments, or arguments of none."""
-        given = [f"env.{name}" for name in SOURCES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are given; an episode has one environment, leave the others out")
-        if self.kwargs and not given:
-            names = ", ".join(f"env.{name}" for name in SOURCES)
-            raise ConfigError(f"env.kwargs is given without an environment; give one of {names}, or leave it out")
+        """Raise `ConfigError` for arguments of no environment."""
+        if self.kwargs and self.factory is None:
+            refuse(self, "kwargs", "they are arguments of env.factory; give it, or leave them out", "env.")
 
     def with_limits_of(self, run: EnvironmentConfig) -> EnvironmentConfig:
         """This environment with the limits of a run in place of those that are defaults."""
         default = EnvironmentConfig()
-        limits = {name: x for name, x in vars(run).items() if name not in (*SOURCES, "kwargs")}
+        limits = {name: x for name, x in vars(run).items() if name not in ("factory", "kwargs")}
         return replace(self, **{name: x for name, x in limits.items() if getattr(self, name) == getattr(default, name)})
-
-    def given(self) -> bool:
-        """True if an environment is named."""
-        return any(getattr(self, name) is not None for name in SOURCES)

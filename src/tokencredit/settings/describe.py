@@ -9,7 +9,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from itertools import pairwise
 from types import NoneType
@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.fields import Setting, hints_of, options_of, settings_of, wanted_of
-from tokencredit.settings.yaml import dump_yaml
+from tokencredit.settings.reader import dump_yaml
 
 MIN_WIDTH, MAX_WIDTH = 60, 120
 """Width of texts in characters, within which it follows the terminal's."""
@@ -28,8 +28,8 @@ SCHEMA_LIMITS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": 
 
 @cache
 def docs_of(kind: type) -> dict[str, str]:
-    """The docstring of each field of a dataclass, which is its help, on one line."""
-    docs: dict[str, str] = {}
+    """The docstring of each field of a dataclass, or of its class for a group, on one line: its help."""
+    docs = {name: " ".join(str(hint.__doc__).split()) for name, hint in hints_of(kind).items() if is_dataclass(hint)}
     for part in reversed([part for part in kind.__mro__ if is_dataclass(part)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
         for line, following in pairwise(body):
@@ -40,7 +40,7 @@ def docs_of(kind: type) -> dict[str, str]:
 
 def help_of(setting: Setting) -> str:
     """The meaning of a setting."""
-    return docs_of(setting.kind).get(setting.item.name, "")
+    return docs_of(setting.kind).get(setting.name, "")
 
 
 def rows_of(kind: type, topic: str | None = None) -> dict[str, str]:
@@ -83,45 +83,39 @@ def table(rows: Mapping[str, str]) -> list[str]:
 
 def commented_yaml(config: Any, name: str) -> str:
     """A configuration as a YAML file with the meaning of each key; its first line names the schema for editors."""
-    head = [f"# yaml-language-server: $schema={schema_file(name)}", *textwrap.wrap(_summary(config), 118), ""]
-    return "\n".join([head[0], *(f"# {line}" for line in head[1:-1]), *_commented(config, "")]) + "\n"
-
-
-def schema_file(name: str) -> str:
-    """The name of the file with a command's schema, beside the files that it describes."""
-    return f"tokencredit-{name}.schema.json"
-
-
-def _summary(config: Any) -> str:
-    return " ".join(str(type(config).__doc__).split())
+    summary = textwrap.wrap(" ".join(str(config.__doc__).split()), MAX_WIDTH - 2)
+    head = [f"yaml-language-server: $schema=tokencredit-{name}.schema.json", *summary]
+    return "\n".join([*(f"# {line}" for line in head), *_commented(config, "")]) + "\n"
 
 
 def _commented(config: Any, indent: str) -> Iterator[str]:
-    docs, hints = docs_of(config.__class__), hints_of(config.__class__)
-    for item in fields(config):
-        value, text = getattr(config, item.name), docs.get(item.name, "")
-        if not is_dataclass(value):
-            text = f"{text} ({_type_and_range(hints[item.name], item.metadata.get('limits', {}))})"
+    for key, setting in settings_of(config.__class__).items():
+        if "." in key:
+            continue
+        value, text = getattr(config, key), help_of(setting)
+        group = is_dataclass(value)
+        if not group:
+            text = f"{text} ({_type_and_range(setting)})"
         yield ""
         yield from (f"{indent}# {line}" for line in textwrap.wrap(text, MAX_WIDTH - 2 - len(indent)))
-        if is_dataclass(value):
-            yield f"{indent}{item.name}:"
+        if group:
+            yield f"{indent}{key}:"
             yield from _commented(value, f"{indent}  ")
         else:
             # Of a list of terms, the key that names the kind of a term comes first.
             plain = [_kind_first(x) if is_dataclass(x) else x for x in value] if isinstance(value, list) else value
-            yield from (f"{indent}{line}" for line in dump_yaml({item.name: plain}).splitlines())
+            yield from (f"{indent}{line}" for line in dump_yaml({key: plain}).splitlines())
 
 
 def _kind_first(term: Any) -> dict[str, Any]:
     return dict(sorted(asdict(term).items(), key=lambda pair: pair[0] not in KINDS))
 
 
-def _type_and_range(hint: Any, limits: Mapping[str, float]) -> str:
+def _type_and_range(setting: Setting) -> str:
     """Type, range and null of a setting, in words."""
-    options = options_of(hint)
+    options = options_of(setting.hint)
     words = [" or ".join(wanted_of(option) for option in options if option is not NoneType)]
-    words += [f"{word.replace('_', ' ')} {limit}" for word, limit in limits.items()]
+    words += [f"{word.replace('_', ' ')} {limit}" for word, limit in setting.limits.items()]
     return ", ".join(words) + (", or null" if NoneType in options else "")
 
 
@@ -130,17 +124,11 @@ def json_schema(kind: type) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_object(kind)}
 
 
-def _object(kind: Any, required: tuple[str, ...] = ()) -> dict[str, Any]:
-    hints, docs = hints_of(kind), docs_of(kind)
-    properties = {
-        item.name: {
-            "description": docs.get(item.name, ""),
-            **_schema(hints[item.name], item.metadata.get("limits", {})),
-        }
-        for item in fields(kind)
-    }
-    about = {"required": list(required)} if required else {}
-    return {"type": "object", "additionalProperties": False, **about, "properties": properties}
+def _object(kind: Any, *required: str) -> dict[str, Any]:
+    settings = {key: setting for key, setting in settings_of(kind).items() if "." not in key}
+    properties = {key: {"description": help_of(x), **_schema(x.hint, x.limits)} for key, x in settings.items()}
+    schema = {"type": "object", "additionalProperties": False, "properties": properties}
+    return schema | ({"required": list(required)} if required else {})
 
 
 def _schema(hint: Any, limits: Mapping[str, float]) -> dict[str, Any]:
@@ -155,9 +143,7 @@ def _option_schema(option: Any, limits: Mapping[str, float]) -> dict[str, Any]:
         return {"enum": list(get_args(option))}
     if get_origin(option) is list:
         (element,) = get_args(option)
-        terms = {"anyOf": [_object(term, (name,)) for name, term in KINDS.items()]}
+        terms = {"anyOf": [_object(term, name) for name, term in KINDS.items()]}
         return {"type": "array", "items": terms if is_dataclass(element) else _schema(element, {})}
-    if option in SCHEMA_TYPES:
-        ranges = {SCHEMA_LIMITS[word]: limit for word, limit in limits.items()} if option in (int, float) else {}
-        return {"type": SCHEMA_TYPES[option], **ranges}
-    return {"type": "object"}
+    ranges = {SCHEMA_LIMITS[word]: limit for word, limit in limits.items()} if option in (int, float) else {}
+    return {"type": SCHEMA_TYPES.get(option, "object"), **ranges}

@@ -6,21 +6,21 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import difflib
-import math
+import operator
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.trl import NONE, TRL, trl_names
-from tokencredit.settings.yaml import flat
 
 Config = TypeVar("Config")
 
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+FITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 ROWS = ("train_dataset", "eval_dataset", "environment_factory")
 """Arguments of `PPOTrainer` that a setting may need; a configuration alone does not show whether they are given."""
@@ -30,14 +30,16 @@ def setting(default: Any, *, needs: str | tuple[str, ...] = (), **limits: float)
     """A field with a range, or one that has an effect only together with other settings.
 
     Args:
-        default: the field's default.
+        default: the field's default, or a function that makes it.
         needs: conditions that must all hold, or else a value other than the default is refused. `target` holds if that
             setting is not null, 0, false or empty, `not dataset` if it is; `schedule: linear, cosine` and `kind: not
             none` compare its value; ` or ` separates alternatives. Settings are of the same group, or whole keys. A
             setting that this kind of configuration lacks has no value.
         limits: `at_least`, `above`, `at_most` or `below`.
     """
-    return field(default=default, metadata={"needs": (needs,) if isinstance(needs, str) else needs, "limits": limits})
+    metadata = {"needs": (needs,) if isinstance(needs, str) else needs, "limits": limits}
+    made: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
+    return field(**made, metadata=metadata)
 
 
 def require_config(config: Any, kind: type[Config]) -> Config:
@@ -77,9 +79,7 @@ def check(config: Any, prefix: str = "") -> None:
     hints = hints_of(config.__class__)
     for name in vars(config):
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, n=1)
-            advice = trl_names([prefix + name]) or (f"did you mean {prefix}{near[0]}?" if near else "")
-            raise ConfigError(f"unknown key {prefix}{name}" + (f"; {advice}" if advice else ""))
+            raise ConfigError(unknown_key(prefix + name, [prefix + known for known in settings_of(config.__class__)]))
     for item in fields(config):
         key, value = prefix + item.name, getattr(config, item.name)
         check_value(key, value, hints[item.name], item.metadata.get("limits", {}))
@@ -114,7 +114,7 @@ def check_value(key: str, value: Any, hint: Any, limits: Mapping[str, float]) ->
     elif isinstance(value, dict):
         _check_plain(key, value)
     elif fitting in (int, float):
-        _check_range(key, value, **limits)
+        _check_range(key, value, limits)
 
 
 def wrong_value(key: str, value: Any, hint: Any) -> str:
@@ -174,61 +174,41 @@ def _check_plain(key: str, value: Any) -> None:
         )
 
 
-def _check_range(
-    key: str,
-    value: float,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
-    at_most: float = math.inf,
-    below: float = math.inf,
-) -> None:
-    if _is_finite(value) and at_least <= value <= at_most and above < value < below:
+def _check_range(key: str, value: float, limits: Mapping[str, float]) -> None:
+    finite = abs(value) < 2**1024  # false for NaN, and for a whole number beyond all floats
+    if finite and all(FITS[word](value, limit) for word, limit in limits.items()):
         return
-    limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    wanted = [f"{word} {limit}" for word, limit in limits.items() if math.isfinite(limit)]
-    if not _is_finite(value):
-        wanted.append("finite")
+    wanted = [f"{word.replace('_', ' ')} {limit}" for word, limit in limits.items()] + ["finite"] * (not finite)
     raise ConfigError(f"{key} is {quoted(value)}; it must be {' and '.join(wanted)}")
 
 
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
+def refuse(config: Any, keys: str, reason: str, prefix: str = "") -> NoReturn:
+    """Raise `ConfigError` with the values of these keys, separated by spaces, and the reason with its cure."""
+    values = [f"{prefix}{key} is {_shown(operator.attrgetter(key)(config))}" for key in keys.split()]
+    raise ConfigError(f"{', and '.join(values)}; {reason}")
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) and value else quoted(value)
 
 
 class Setting(NamedTuple):
     """A setting or a group of them, as its class declares it."""
 
-    item: Field[Any]
+    name: str
     kind: type
     """The dataclass that declares it."""
     hint: Any
+    needs: tuple[str, ...]
+    """The conditions under which it has an effect."""
+    limits: Mapping[str, float]
+    """Its range, as `setting` takes it."""
     own: Any
     """Default of its class."""
     default: Any
     """Default of the whole configuration."""
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The conditions under which it has an effect."""
-        needs: tuple[str, ...] = self.item.metadata.get("needs", ())
-        return needs
-
-    @property
-    def limits(self) -> Mapping[str, float]:
-        """Its range, as `setting` takes it."""
-        limits: Mapping[str, float] = self.item.metadata.get("limits", {})
-        return limits
-
-
-class UnusedSetting(NamedTuple):
-    """A setting without an effect."""
-
-    why: str
-    """The reason, such as `without kl.target`."""
-    setting: Setting
 
 
 def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
@@ -238,14 +218,14 @@ def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
         config: a whole configuration.
         rows: the arguments of `ROWS` that are given, or may be.
     """
-    settings = flat(asdict(config))
-    for key, (why, declared) in unused(type(config), settings, rows).items():
-        if settings[key] not in (declared.own, declared.default):
+    settings, declared = flat(asdict(config)), settings_of(config.__class__)
+    for key, why in unused(config.__class__, settings, rows).items():
+        if settings[key] not in (declared[key].own, declared[key].default):
             raise ConfigError(f"{key} is {quoted(settings[key])}, which has no effect {why}; leave it out")
 
 
-def unused(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS) -> dict[str, UnusedSetting]:
-    """Settings, by key, that have no effect with the others, whatever their values.
+def unused(kind: Any, settings: Mapping[str, Any], rows: Collection[str] = ROWS) -> dict[str, str]:
+    """The reasons, such as `without kl.target`, by key of settings that have no effect with the others.
 
     Args:
         kind: class of the whole configuration.
@@ -253,13 +233,13 @@ def unused(kind: type, settings: Mapping[str, Any], rows: Collection[str] = ROWS
         rows: as in `refuse_unused`.
     """
     declared, known = settings_of(kind), {**settings, **dict.fromkeys(rows, True)}
-    reasons: dict[str, UnusedSetting] = {}
+    reasons: dict[str, str] = {}
     for key in filter(declared.__contains__, settings):
         group = key[: key.rfind(".") + 1]
         for need in declared[key].needs:
             conditions = [Condition.read(text, known, group) for text in need.split(" or ")]
             if not any(condition.holds(known) for condition in conditions):
-                reasons.setdefault(key, UnusedSetting(_why(conditions), declared[key]))
+                reasons.setdefault(key, _why(conditions))
     return reasons
 
 
@@ -297,7 +277,7 @@ def _why(conditions: list[Condition]) -> str:
 
 
 @cache
-def settings_of(kind: type) -> dict[str, Setting]:
+def settings_of(kind: Any) -> dict[str, Setting]:
     """All settings and groups of a configuration by key, each group before its settings."""
     return dict(_walk(kind, None, ""))
 
@@ -307,6 +287,22 @@ def _walk(kind: Any, default: Any, prefix: str) -> Iterator[tuple[str, Setting]]
     for item in fields(kind):
         own = item.default if item.default_factory is MISSING else item.default_factory()
         here, hint = own if default is None else getattr(default, item.name), hints_of(kind)[item.name]
-        yield prefix + item.name, Setting(item, kind, hint, own, here)
+        needs, limits = item.metadata.get("needs", ()), item.metadata.get("limits", {})
+        yield prefix + item.name, Setting(item.name, kind, hint, needs, limits, own, here)
         if is_dataclass(hint):
             yield from _walk(hint, here, f"{prefix}{item.name}.")
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Settings by whole keys; entries of a list of groups by `[number]`, other lists are values.
+
+    >>> flat({"kl": {"coef": 1}, "reward": [{"weight": 2}], "eval": {}})
+    {'kl.coef': 1, 'reward[0].weight': 2}
+    """
+    if isinstance(config, Mapping):
+        pairs = [(f"{prefix}.{key}" if prefix else str(key), value) for key, value in config.items()]
+    elif isinstance(config, list) and any(isinstance(item, Mapping) for item in config):
+        pairs = [(f"{prefix}[{number}]", item) for number, item in enumerate(config)]
+    else:
+        return {prefix: config}
+    return {name: leaf for key, value in pairs for name, leaf in flat(value, key).items()}

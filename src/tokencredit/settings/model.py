@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from tokencredit.errors import ConfigError
 from tokencredit.settings.fields import setting
 
 T = TypeVar("T")
@@ -45,7 +44,6 @@ class TunedModelConfig:
     """Compute dtype of forward and backward passes. `auto` picks bfloat16 where the CPU or GPU has arithmetic for it; a
     run keeps its choice. Trained weights, logits and optimizer state stay float32."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """A new LoRA adapter, trained instead of the model's weights; needs PEFT."""
     dropout: bool = False
     """Keep the model's own dropout during updates; the ratio then no longer starts at 1. Other noise, such as router
     jitter, is always off."""
@@ -105,11 +103,6 @@ class CriticTraining:
         """
         return [*(policy if iteration <= self.warmup else ()), *(critic if self.coef == 0 else ())]
 
-    def check_warmup(self, iterations: int) -> None:
-        """Raise `ConfigError` for a warm-up longer than the run; in one as long, only the critic learns."""
-        if self.warmup > iterations:
-            raise ConfigError(f"critic.warmup is {self.warmup}; it must be at most run.iterations, {iterations}")
-
 
 @dataclass
 class CriticConfig(CriticTraining):
@@ -164,27 +157,3 @@ class CriticConfig(CriticTraining):
     places: list[float] | None = setting(None, needs=LEARNS)
     """Relative positions of the tokens with a value loss, from 0 (first) to 1 (last); null for every token. SP3O uses
     [0.3, 0.6, 0.9], to keep values from staying flat over a completion."""
-
-    def check_places(self) -> None:
-        """Raise `ConfigError` for positions that do not ascend from 0 to 1, or conflict with continuations."""
-        places = self.places
-        if places is not None and not (places == sorted(set(places)) and places and 0 <= places[0] <= places[-1] <= 1):
-            raise ConfigError(f"critic.places is {places}; it must be ascending numbers from 0 to 1, or null")
-        if places is not None and self.continuations:
-            raise ConfigError(
-                f"critic.continuations is {self.continuations}, and critic.places is {places}; the value loss would "
-                "skip most continued states; leave one of them out"
-            )
-
-    def check_members(self) -> None:
-        """Raise `ConfigError` for several members with a value clip or a histogram loss."""
-        if self.members > 1 and self.loss == "histogram":
-            raise ConfigError(
-                f"critic.loss is histogram, and critic.members is {self.members}; a histogram needs a single critic; "
-                "leave one of them out"
-            )
-        if self.members > 1 and self.clip is not None:
-            raise ConfigError(
-                f"critic.clip is {self.clip}, and critic.members is {self.members}; a rollout keeps only the mean "
-                "of the critics' values, and each would be clipped around that; set critic.clip: null"
-            )

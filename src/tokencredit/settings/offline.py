@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.fields import check, refuse_unused, setting
+from tokencredit.settings.fields import check, refuse, refuse_unused, setting
 from tokencredit.settings.model import TunedModelConfig
 from tokencredit.settings.reader import Configuration
 from tokencredit.settings.training import MAX_SEED, OptimConfig, RunSettings
@@ -162,7 +161,6 @@ class OfflineOptimConfig(OptimConfig):
     """Optimizer and learning-rate schedule."""
 
     lr: float = setting(2e-5, above=0)
-    """Peak learning rate."""
 
 
 @dataclass
@@ -170,7 +168,6 @@ class DPOOptimConfig(OptimConfig):
     """Optimizer and learning-rate schedule."""
 
     lr: float = setting(1e-6, above=0)
-    """Peak learning rate."""
 
 
 @dataclass
@@ -180,24 +177,16 @@ class OfflineSettings(Configuration):
     seed: int = setting(1, at_least=0, at_most=MAX_SEED)
     """Seed of all randomness."""
     model: TunedModelConfig | RewardModelStartConfig = field(default_factory=TunedModelConfig)
-    """The model to train."""
     data: RowsSettings = field(default_factory=RowsSettings)
-    """The data set."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimizer and learning-rate schedule."""
+    optim: OptimConfig = field(default_factory=OfflineOptimConfig)
     eval: HeldOutConfig = field(default_factory=HeldOutConfig)
-    """Metrics on rows that are not trained on."""
     run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
-    """Length of the run and its files."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values that cannot work."""
         check(self)
-        data = self.data
-        if data.micro_batch is not None and data.micro_batch > data.batch_size:
-            raise ConfigError(
-                f"data.micro_batch is {data.micro_batch}; it must be at most data.batch_size, {data.batch_size}"
-            )
+        if self.data.micro_batch is not None and self.data.micro_batch > self.data.batch_size:
+            refuse(self, "data.micro_batch", f"it must be at most data.batch_size, {self.data.batch_size}")
         refuse_unused(self)
 
 
@@ -206,13 +195,8 @@ class SFTConfig(OfflineSettings):
     """Every setting of supervised fine-tuning."""
 
     model: TunedModelConfig = field(default_factory=TunedModelConfig)
-    """The model to train."""
     data: CompletionsConfig = field(default_factory=CompletionsConfig)
-    """Prompts with completions."""
     sft: SFTLossConfig = field(default_factory=SFTLossConfig)
-    """Supervised fine-tuning."""
-    optim: OfflineOptimConfig = field(default_factory=OfflineOptimConfig)
-    """Optimizer and learning-rate schedule."""
 
 
 @dataclass
@@ -220,13 +204,8 @@ class RewardModelConfig(OfflineSettings):
     """Every setting of a reward model's training."""
 
     model: RewardModelStartConfig = field(default_factory=RewardModelStartConfig)
-    """The model that the reward model starts from."""
     data: PairsConfig = field(default_factory=PairsConfig)
-    """Prompts with a preferred and another completion each."""
     reward_model: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
-    """The reward model's loss."""
-    optim: OfflineOptimConfig = field(default_factory=OfflineOptimConfig)
-    """Optimizer and learning-rate schedule."""
 
 
 @dataclass
@@ -234,10 +213,6 @@ class DPOConfig(OfflineSettings):
     """Every setting of direct preference optimization."""
 
     model: TunedModelConfig = field(default_factory=TunedModelConfig)
-    """The model to train, which is also the reference."""
     data: DPOPairsConfig = field(default_factory=DPOPairsConfig)
-    """Prompts with a preferred and another completion each."""
     dpo: DPOLossConfig = field(default_factory=DPOLossConfig)
-    """Direct preference optimization."""
-    optim: DPOOptimConfig = field(default_factory=DPOOptimConfig)
-    """Optimizer and learning-rate schedule."""
+    optim: OptimConfig = field(default_factory=DPOOptimConfig)

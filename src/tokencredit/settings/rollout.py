@@ -7,7 +7,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.fields import setting
+from tokencredit.settings.fields import refuse, setting
 
 EngineName = Literal["local", "continuous", "vllm"]
 VLLM_TEMPERATURES = (0.01, 2.0)
@@ -53,38 +53,25 @@ class SamplingConfig:
         }
         return [name for name, is_on in on.items() if is_on]
 
-    def check_lengths(self, group: str) -> None:
-        """Raise `ConfigError` for lengths or stop strings that leave nothing to sample."""
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ConfigError(
-                f"{group}.min_new_tokens is {self.min_new_tokens}; it must be at most {group}.max_new_tokens, "
-                f"{self.max_new_tokens}"
-            )
-        if "" in self.stop:
-            raise ConfigError(f"{group}.stop is {self.stop}; an empty text would end every completion, leave it out")
-
-    def check_vllm(self, group: str) -> None:
+    def check_vllm(self, prefix: str) -> None:
         """Raise `ConfigError` for settings under which vLLM samples from another distribution."""
         least, most = VLLM_TEMPERATURES
         if not least <= self.temperature <= most:
-            raise ConfigError(
-                f"{group}.temperature is {self.temperature}, and vLLM samples at {least} to {most}; change it, or set "
-                "rollout.engine: local"
+            refuse(
+                self,
+                "temperature",
+                f"vLLM samples at {least} to {most}; or use engine: local",
+                prefix,
             )
         if self.min_p is not None and self.top_p is not None and self.top_p < 1:
-            raise ConfigError(
-                f"{group}.min_p and {group}.top_p are both set; vLLM applies min_p first, which changes what top_p "
-                "leaves: leave one of them out, or set rollout.engine: local"
-            )
+            reason = "vLLM applies min_p first, which changes what top_p leaves; leave one out, or use engine: local"
+            refuse(self, "min_p top_p", reason, prefix)
 
     def check_vllm_server(self) -> None:
         """Raise `ConfigError` for settings that requests to a vLLM server cannot express."""
         if self.min_new_tokens and not self.stop_at_eos:
-            raise ConfigError(
-                f"rollout.min_new_tokens is {self.min_new_tokens}, and rollout.stop_at_eos is False; a vLLM server "
-                "then draws end-of-sequence tokens before that length: leave one of them out, or leave out "
-                "rollout.server"
-            )
+            reason = "a vLLM server then draws end-of-sequence tokens before that length: leave one of them out"
+            refuse(self, "min_new_tokens stop_at_eos", reason, "rollout.")
 
 
 @dataclass
@@ -122,6 +109,14 @@ class RolloutConfig(SamplingConfig):
     at full size, so that a GPU replays each step as a CUDA graph. `auto` is static on a GPU if the model supports it,
     else dynamic."""
 
+    def check_lengths(self) -> None:
+        """Raise `ConfigError` for lengths or stop strings that leave nothing to sample."""
+        if self.min_new_tokens > self.max_new_tokens:
+            reason = f"it must be at most rollout.max_new_tokens, {self.max_new_tokens}"
+            refuse(self, "min_new_tokens", reason, "rollout.")
+        if "" in self.stop:
+            refuse(self, "stop", "an empty text would end every completion, leave it out", "rollout.")
+
 
 def check_server(address: str) -> None:
     """Raise `ConfigError` unless `rollout.server` is an http(s) address of a host, without a password."""
@@ -154,48 +149,17 @@ class OffPolicyConfig:
     behavior the log-probs with which the engine drew the tokens, interpolated those between them and the present
     ones, by the age of each token (A-3PO)."""
     correct: Literal["none", "clip", "mask"] = setting("none", needs="proximal: recomputed, interpolated")
-    """Importance weights on the policy loss, proximal over behavior probability: none, clip bounds them by low and
-    high, mask sets those outside to 0. mask with level: geometric gives the others the weight 1."""
+    """Importance weights on the policy loss, proximal over behavior probability: none, clip brings them into
+    `bounds`, mask sets those outside to 0. mask with level: geometric gives the others the weight 1."""
     level: Literal["token", "sequence", "geometric"] = setting("token", needs=("correct: not none", FIXED))
     """Weights of single tokens, of the product over a completion's tokens, or of its geometric mean."""
-    low: float = setting(0.0, needs="correct: not none", at_least=0)
-    """Lower bound of the weights."""
-    high: float = setting(2.0, needs="correct: not none", above=0)
-    """Upper bound of the weights."""
-
+    bounds: list[float] = setting(lambda: [0.0, 2.0], needs="correct: not none")
+    """Lower and upper bound of the weights."""
     support: Literal["full", "truncated"] = setting(
         "full", needs=("rollout.engine: local", "rollout.top_k", "proximal: behavior")
     )
     """Tokens over which the update normalises the policy: the whole vocabulary, or those that the filters left when the
     token was drawn, so that its ratio begins at 1. They are kept with it, at most rollout.top_k."""
-
-    def check(self, rollout: RolloutConfig, dtype: str) -> None:
-        """Raise `ConfigError` for bounds out of order, or for settings that can change nothing.
-
-        Args:
-            rollout: sampling settings of the run.
-            dtype: `model.dtype`; at set-up the one that `auto` has chosen.
-        """
-        if self.correct != "none" and self.high <= self.low:
-            raise ConfigError(f"off_policy.high is {self.high:g}; it must be above off_policy.low, {self.low:g}")
-        if self.proximal == "interpolated" and not rollout.max_age:
-            raise ConfigError(
-                "off_policy.proximal is interpolated, by the age of tokens, and rollout.max_age is 0, so that all are "
-                "of age 0; set rollout.max_age with rollout.engine: continuous, or leave it out"
-            )
-        if self.proximal == "interpolated" and self.correct != "none" and rollout.max_age == 1:
-            raise ConfigError(
-                f"off_policy.correct is {self.correct}, and rollout.max_age is 1: the interpolated proximal policy of "
-                "tokens of age 0 and 1 is the one that drew them, so that all weights are 1; leave it out"
-            )
-        for key, default in (("proximal", "recomputed"), ("correct", "none")):
-            value = getattr(self, key)
-            if value != default and not differs_from_training(rollout, dtype):
-                raise ConfigError(
-                    f"off_policy.{key} is {value}, and tokens are drawn with the log-probs of training: "
-                    f"rollout.engine is {rollout.engine}, without filters, and the dtype of its passes (model.dtype) "
-                    f"{dtype}; leave it out"
-                )
 
 
 def differs_from_training(rollout: RolloutConfig, dtype: str) -> bool:

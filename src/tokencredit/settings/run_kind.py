@@ -1,14 +1,26 @@
-"""The kinds of runs: PPO of language models and of agents, and what learns from a data set."""
+"""The kinds of runs, the configuration of a run's folder or of a model by name, and the user code it would execute."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
+from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig, EnvConfig
+from tokencredit.settings.data import PACKAGED, FunctionTerm
+from tokencredit.settings.fields import refuse_unused, settings_of
+from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
+from tokencredit.settings.reader import build, read_settings, read_yaml
+from tokencredit.settings.rollout import EngineName, OffPolicyConfig, RolloutConfig
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AdvantageConfig, ShardingConfig
+
+Config = TypeVar("Config", bound=PPOConfig | ControlConfig | OfflineSettings)
+MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -19,21 +31,21 @@ class RunKind:
     """Name in a sweep file."""
     command: str
     """Subcommand that trains."""
-    sampler: str
-    """Subcommand that samples from the trained policy."""
     config: type[PPOConfig] | type[ControlConfig] | type[OfflineSettings]
     headline: str
     """Metric that shows how well a run does."""
     deviation: str
     """Metric with the headline metric's standard deviation over single completions or episodes."""
-    unit: str
-    """Metric that counts the samples of an iteration, and their name in the plural."""
-    counted: str
-    """Axis title of curves over that count."""
-    length: str
-    """Metric with the mean length of completions or episodes."""
     trains: str
     """Object of the command's description: it trains …."""
+    sampler: str = "generate"
+    """Subcommand that samples from the trained policy."""
+    unit: str = "tokens"
+    """Metric that counts the samples of an iteration, and their name in the plural."""
+    counted: str = "tokens read"
+    """Axis title of curves over that count."""
+    length: str = "sequence_length"
+    """Metric with the mean length of completions or episodes."""
     saved: str = "policy"
     """Folder of the trained model, inside the run's."""
     lower: bool = False
@@ -53,13 +65,11 @@ class RunKind:
 TEXT = RunKind(
     name="text",
     command="train",
-    sampler="generate",
     config=PPOConfig,
     headline="reward",
     deviation="reward_std",
-    unit="tokens",
-    counted="tokens sampled",
     length="length",
+    counted="tokens sampled",
     trains="a language model with PPO",
 )
 CONTROL = RunKind(
@@ -77,15 +87,11 @@ CONTROL = RunKind(
 SFT = RunKind(
     name="sft",
     command="sft",
-    sampler="generate",
     config=SFTConfig,
     headline="loss",
     deviation="loss_std",
-    unit="tokens",
-    counted="tokens read",
-    length="sequence_length",
-    trains="a language model on completions (supervised fine-tuning)",
     lower=True,
+    trains="a language model on completions (supervised fine-tuning)",
 )
 REWARD_MODEL = RunKind(
     name="reward-model",
@@ -94,22 +100,15 @@ REWARD_MODEL = RunKind(
     config=RewardModelConfig,
     headline="accuracy",
     deviation="accuracy_std",
-    unit="tokens",
-    counted="tokens read",
-    length="sequence_length",
-    trains="a reward model on preferences",
     saved="reward_model",
+    trains="a reward model on preferences",
 )
 DPO = RunKind(
     name="dpo",
     command="dpo",
-    sampler="generate",
     config=DPOConfig,
     headline="accuracy",
     deviation="accuracy_std",
-    unit="tokens",
-    counted="tokens read",
-    length="sequence_length",
     trains="a language model on preferences (direct preference optimization)",
 )
 OFFLINE = (SFT, REWARD_MODEL, DPO)
@@ -129,13 +128,171 @@ def run_kind_of(config: Mapping[str, Any]) -> RunKind:
     return next((run_kind for key, run_kind in MARKERS.items() if key in keys), TEXT)
 
 
-def other_run_kind(config: Mapping[str, Any], command: str) -> RunKind | None:
-    """The kind of run of a configuration if it is not this command's; None if it is, or is not clear."""
-    own = next((keys_of(asdict(x.config())) for x in RUN_KINDS.values() if x.command == command), set())
-    return next((run_kind for key, run_kind in MARKERS.items() if key in keys_of(config) - own), None)
+def other_run_kind(config: Mapping[str, Any], kind: type) -> RunKind | None:
+    """The kind of run of a configuration if it is not of this class; None if it is, or is not clear."""
+    keys = keys_of(config) - set(settings_of(kind))
+    return next((run_kind for key, run_kind in MARKERS.items() if key in keys), None)
 
 
 def keys_of(config: Mapping[str, Any]) -> set[str]:
     """The keys of a configuration and of its groups, dotted."""
     inner = {f"{key}.{name}" for key, group in config.items() if isinstance(group, Mapping) for name in group}
-    return {*map(str, config), *inner}
+    return {*map(str, config), *(str(key).partition(".")[0] for key in config), *inner}
+
+
+def foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> list[str]:
+    """Lines on the user code that a run of this configuration executes, each beginning with its key."""
+    if isinstance(config, ControlConfig):
+        module, colon, _ = config.env.id.rpartition(":")
+        return [f"env.id imports the module {module}"] if colon else []
+    if isinstance(config, OfflineSettings):
+        name = config.model.name
+        return [f"model.trust_remote_code runs the code, if there is any, in {name}"] * config.model.trust_remote_code
+    lines = [
+        f"reward[{number}].function runs {term.function}"
+        for number, term in enumerate(config.reward)
+        if isinstance(term, FunctionTerm) and ":" in term.function  # a built-in one has a bare name
+    ]
+    kind, _, name = (config.env.factory or "builtin").partition(":")
+    if kind not in PACKAGED:
+        lines.append(f"env.factory runs {config.env.factory}")
+    if kind == "gymnasium" and ":" in name:
+        lines.append(f"env.factory imports the module {name.rpartition(':')[0]}")
+    lines += [f"tools[{number}] runs {tool}" for number, tool in enumerate(config.tools)]
+    if config.model.trust_remote_code:
+        names = [name for name in (config.model.name, config.critic.name) if name is not None]
+        lines.append(f"model.trust_remote_code runs the code, if there is any, in {' and '.join(names)}")
+    return lines
+
+
+def refuse_foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> None:
+    """Raise `ConfigError` if a run of this configuration would execute user code."""
+    if lines := foreign_code(config):
+        raise ConfigError(f"--no-code, but the configuration executes user code: {'; '.join(lines)}")
+
+
+def run_config_file(run: Path) -> Path:
+    """The path of a run's config.yaml; raises `ConfigError` if the folder is not a run's."""
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{str(run)!r} is not a run's folder: it has no config.yaml")
+    return run / "config.yaml"
+
+
+def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config:
+    """Read a run's own config.yaml.
+
+    Args:
+        file: the run's config.yaml.
+        kind: class of the configuration.
+        no_code: refuse a configuration that would execute user code.
+
+    Raises:
+        ConfigError: the file is missing or not a run's configuration of this kind, or user code is refused.
+    """
+    settings = read_yaml(run_config_file(file.parent))
+    if isinstance(settings, Mapping) and (run_kind := other_run_kind(settings, kind)):
+        raise ConfigError(
+            f"{file}: it is of a run of tokencredit {run_kind.command}, which this command cannot read; use "
+            f"tokencredit {run_kind.sampler} {shlex.quote(str(file.parent))}"
+        )
+    groups = read_settings(kind, file)
+    try:
+        config = build(kind, groups)
+        if no_code:
+            refuse_foreign_code(config)
+        return config
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to sample from."""
+
+    name: str
+    """Folder of a run or a model, or a hub id."""
+    config: PPOConfig
+    """The run's configuration; without a run of `tokencredit train`, one in which only `model` is set."""
+    run: Path | None = None
+    """Folder of the run; None for a model."""
+    scored: bool = False
+    """True if the configuration has the prompts and rewards of a run of `tokencredit train`."""
+
+
+def read_source(name: str, no_code: bool = False) -> Source:
+    """The source of this name; nothing is loaded.
+
+    Args:
+        name: folder of a run or a model, or a hub id.
+        no_code: refuse a run's configuration that would execute user code.
+
+    Raises:
+        ConfigError: the folder holds neither a run of a language model nor a model, or its configuration is refused.
+    """
+    folder = Path(name)
+    if not name:
+        raise ConfigError("the name of the model is empty; give the folder of a run or a model, or a hub id")
+    if not (folder / "config.yaml").is_file():
+        if folder.exists() and not any((folder / file).is_file() for file in MODEL_FILES):
+            raise ConfigError(
+                f"{name!r} is neither a run's folder nor a model's: it has neither config.yaml nor "
+                f"{' or '.join(MODEL_FILES)}"
+            )
+        return Source(name, plain(ModelConfig(name=name)))
+    settings = read_yaml(folder / "config.yaml")
+    run_kind = run_kind_of(settings) if isinstance(settings, Mapping) else None
+    if run_kind is REWARD_MODEL:
+        raise ConfigError(
+            f"{name!r} is a run of tokencredit reward-model, which writes no texts; as a reward it is "
+            f"{{reward_model: {folder / REWARD_MODEL.saved}}}"
+        )
+    if run_kind is not None and run_kind in OFFLINE:
+        offline: Any = read_config(folder / "config.yaml", run_kind.config, no_code)
+        return Source(name, plain(ModelConfig(**vars(offline.model))), folder)
+    return Source(name, read_config(folder / "config.yaml", PPOConfig, no_code), folder, scored=True)
+
+
+def read_policy_config(run: Path, no_code: bool = False) -> PPOConfig:
+    """The configuration with which a run's policy is read: its own, or one of its model for a run on a data set.
+
+    Raises:
+        ConfigError: it is not the folder of a run that trained a policy, or its configuration is refused.
+    """
+    run_config_file(run)
+    return read_source(str(run), no_code).config
+
+
+def plain(model: ModelConfig) -> PPOConfig:
+    """The configuration of a model without critic, prompts and rewards of its own."""
+    return PPOConfig(model=model, critic=CriticConfig(kind="none"), advantage=AdvantageConfig(estimator="reward_to_go"))
+
+
+def configure(run_kind: RunKind, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
+    """The whole configuration of a sweep's run in plain dicts, for a command, which has no rows from Python.
+
+    Raises:
+        ConfigError: a key or value is refused, or user code is.
+    """
+    config = run_kind.config.from_dict(settings)
+    if no_code:
+        refuse_foreign_code(config)
+    refuse_unused(config, rows=())
+    return asdict(config)
+
+
+def with_engine(
+    config: PPOConfig, engine: EngineName = "local", server: str | None = None, folder: str | None = None
+) -> PPOConfig:
+    """The configuration with another sampling engine, without corrections or shards: nothing is trained with it.
+
+    `server` and `folder` are `rollout.server` and `rollout.server_folder`. Those of the configuration are dropped: a
+    run may still train with that server.
+    """
+    own = config.rollout
+    if (engine, server, folder) == (own.engine, own.server, own.server_folder):
+        return config
+    changed: dict[str, Any] = {"engine": engine, "engine_memory": None, "cache": "auto"}
+    changed |= {"server": server, "server_folder": folder}
+    changed |= {"server_timeout": RolloutConfig().server_timeout, "max_age": 0}
+    rollout, whole = replace(own, **changed), replace(config.run, shard="none")
+    return replace(config, rollout=rollout, off_policy=OffPolicyConfig(), run=whole, sharding=ShardingConfig())

@@ -51,21 +51,19 @@ class AdvantageSettings:
         """Arguments of the estimators, for `core.advantages.estimate`."""
         return {key: value for key, value in vars(self).items() if key in ESTIMATOR_SETTINGS}
 
-    def check_critic(self, critic: str) -> None:
-        """Raise `ConfigError` for a kind of critic that the estimator lacks or does not use."""
-        needs = ESTIMATORS[self.estimator]
-        if critic == "none" and needs.critic == "required":
+    def check_critic(self, critic: CriticTraining, iterations: int) -> None:
+        """Raise `ConfigError` for a critic that the estimator lacks or does not use, or one that only warms up."""
+        needs, reason = ESTIMATORS[self.estimator].critic, ""
+        if critic.kind == "none" and needs == "required":
             known = get_args(get_type_hints(type(self))["estimator"])
-            others = ", ".join(name for name in known if ESTIMATORS[name].critic != "required")
-            raise ConfigError(
-                f"critic.kind is none, and advantage.estimator is {self.estimator}, which needs a critic; set "
-                f"critic.kind, or take one of {others}"
-            )
-        if critic != "none" and needs.critic == "unused":
-            raise ConfigError(
-                f"critic.kind is {critic}, and advantage.estimator is {self.estimator}, which uses no critic; set "
-                "critic.kind: none"
-            )
+            free = ", ".join(name for name in known if ESTIMATORS[name].critic != "required")
+            reason = f"which needs a critic; set critic.kind, or take one of {free}"
+        if critic.kind != "none" and needs == "unused":
+            reason = "which uses no critic; set critic.kind: none"
+        if reason:
+            raise ConfigError(f"critic.kind is {critic.kind}, and advantage.estimator is {self.estimator}, {reason}")
+        if critic.warmup > iterations:
+            raise ConfigError(f"critic.warmup is {critic.warmup}; it must be at most run.iterations, {iterations}")
 
 
 @dataclass
@@ -147,10 +145,7 @@ class UpdateConfig(PPOSettings):
     """Clip range of the ratio to the sampling policy: [1 − clip, 1 + clip]. gspo needs a far smaller one, such as
     3e-4; cispo has only the upper side."""
     clip_high: float | None = setting(None, needs="loss: clip, gspo, cispo, sao", above=0)
-    """Upper clip range, 1 + clip_high, if it should differ; null for clip."""
     dual_clip: float | None = setting(None, needs="loss: clip", above=1)
-    """Dual clip: limit of the loss where the advantage is negative, in multiples of the advantage, such as 3; null for
-    none."""
     loss: Literal["clip", "gspo", "cispo", "sao", "dppo_tv", "dppo_kl"] = "clip"
     """Policy loss. clip is PPO's, which clips the ratio of a token; gspo clips the mean ratio of a completion; cispo
     weighs the policy gradient by the ratio up to a bound; sao masks tokens whose ratio is outside the range; dppo_tv
@@ -196,12 +191,12 @@ class KLConfig:
 
 @dataclass
 class OptimConfig:
-    """Optimizer and learning-rate schedule."""
+    """Optimizer and learning-rate schedule; a critic has learning rates of its own under `critic`."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """Optimizer: adamw, or muon for the model's hidden matrices with adamw for the rest."""
     lr: float = setting(1e-4, above=0)
-    """Peak learning rate of the policy."""
+    """Peak learning rate."""
     weight_decay: float = setting(0.0, at_least=0)
     """Decoupled weight decay of all trained weights, the critic's too."""
     eps: float = setting(1e-8, above=0)

@@ -9,10 +9,18 @@ from tokencredit.errors import ConfigError
 
 NONE = "none"
 """For a name without a counterpart here."""
+WITHOUT_COUNTERPART = (
+    "dataset_num_proc world_size micro_batch_size local_batch_size local_mini_batch_size mini_batch_size "
+    "model_adapter_name ref_adapter_name ds3_gather_for_generation logging_steps disable_tqdm adam_beta1 "
+    "adam_beta2 load_best_model_at_end metric_for_best_model deepspeed remove_unused_columns "
+    "dataloader_num_workers ref_model data_collator reward_processing_classes rollout_func model_init_kwargs "
+    "generation_batch_size sync_ref_model use_liger_kernel"
+)
+"""Names of TRL's that have no counterpart here."""
 TRL = {
-    # PPOConfig, in its order
+    **dict.fromkeys(WITHOUT_COUNTERPART.split(), NONE),
+    # PPOConfig
     "learning_rate": "optim.lr, critic.lr",
-    "dataset_num_proc": NONE,
     "num_mini_batches": "ppo.minibatches",
     "total_episodes": "run.iterations",
     "local_rollout_forward_batch_size": "ppo.micro_batch_tokens",
@@ -23,17 +31,10 @@ TRL = {
     "temperature": "rollout.temperature",
     "missing_eos_penalty": "score.missing_eos_penalty",
     "sft_model_path": "model.name, PPOTrainer(model)",
-    "world_size": NONE,
     "num_total_batches": "run.iterations",
-    "micro_batch_size": NONE,
-    "local_batch_size": NONE,
     "batch_size": "rollout.batch_size",
-    "local_mini_batch_size": NONE,
-    "mini_batch_size": NONE,
     "push_to_hub": "run.push_to_hub",
     "reward_model_path": "reward, PPOTrainer(reward_funcs)",
-    "model_adapter_name": NONE,
-    "ref_adapter_name": NONE,
     "num_ppo_epochs": "ppo.epochs",
     "whiten_rewards": "score.normalize",
     "kl_coef": "kl.coef",
@@ -43,7 +44,6 @@ TRL = {
     "cliprange_value": "critic.clip",
     "gamma": "advantage.gamma",
     "lam": "advantage.lam",
-    "ds3_gather_for_generation": NONE,
     # TrainingArguments
     "per_device_train_batch_size": "rollout.batch_size, ppo.micro_batch_tokens",
     "gradient_accumulation_steps": "ppo.micro_batch_tokens",
@@ -56,9 +56,7 @@ TRL = {
     "gradient_checkpointing": "model.gradient_checkpointing",
     "output_dir": "run.dir",
     "report_to": "run.trackers",
-    "logging_steps": NONE,
     "per_device_eval_batch_size": "eval.samples",
-    "disable_tqdm": NONE,
     "max_steps": "run.iterations",
     "save_steps": "run.save_every",
     "save_strategy": "run.save_every",
@@ -66,28 +64,18 @@ TRL = {
     "eval_steps": "eval.every",
     "eval_strategy": "eval.every",
     "warmup_ratio": "optim.warmup",
-    "adam_beta1": NONE,
-    "adam_beta2": NONE,
     "adam_epsilon": "optim.eps",
     "fp16": "model.dtype",
     "torch_compile": "model.compile",
     "run_name": "run.dir",
     "hub_model_id": "run.push_to_hub",
     "resume_from_checkpoint": "PPOTrainer.train(resume_from_checkpoint)",
-    "load_best_model_at_end": NONE,
-    "metric_for_best_model": NONE,
-    "deepspeed": NONE,
-    "remove_unused_columns": NONE,
-    "dataloader_num_workers": NONE,
     # PPOTrainer
-    "ref_model": NONE,
     "reward_model": "reward, PPOTrainer(reward_funcs)",
     "value_model": "critic.kind, critic.name",
-    "data_collator": NONE,
     "optimizers": "optim.name",
     "config": "PPOTrainer(args)",
     "tokenizer": "PPOTrainer(processing_class)",
-    "reward_processing_classes": NONE,
     # GRPOConfig and GRPOTrainer
     "reward_weights": "reward",
     "num_generations": "rollout.per_prompt",
@@ -106,21 +94,16 @@ TRL = {
     "loss_type": "ppo.reduction",
     "chat_template_kwargs": "prompts.chat_template_kwargs",
     "shuffle_dataset": "prompts.shuffle",
-    "rollout_func": NONE,
     "max_tool_calling_iterations": "env.max_turns",
     "use_vllm": "rollout.engine",
     "vllm_mode": "rollout.server",
     "vllm_server_base_url": "rollout.server",
     "vllm_importance_sampling_correction": "off_policy.correct",
     "vllm_importance_sampling_mode": "off_policy.correct, off_policy.level",
-    "vllm_importance_sampling_cap": "off_policy.high",
+    "vllm_importance_sampling_cap": "off_policy.bounds",
     "max_prompt_length": "prompts.max_length",
     "log_completions": "run.samples",
-    "model_init_kwargs": NONE,
-    "generation_batch_size": NONE,
     "importance_sampling_level": "ppo.loss",
-    "sync_ref_model": NONE,
-    "use_liger_kernel": NONE,
 }
 """Keys and arguments here by TRL's name, except for names that are the same."""
 

@@ -142,8 +142,8 @@ class Credit:
         if args.correct == "none" or args.proximal == "interpolated":
             return None
         behavior = rollout.behavior_logprobs
-        assert behavior is not None, "`OffPolicyConfig.check` refuses such runs"
-        bounds = {"low": args.low, "high": args.high}
+        assert behavior is not None, "`PPOConfig` refuses such runs"
+        bounds = dict(zip(("low", "high"), args.bounds, strict=True))
         return correction(rollout.logprobs, behavior, rollout.mask, level=args.level, outside=args.correct, **bounds)
 
     def _policies(self, rollout: Rollout) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -184,9 +184,10 @@ class Credit:
         """Rewards per token in two parts, `[batch, time]` each: normalised scores with other penalties, and −β · KL."""
         args, rollout, mask = self.args.score, scored.rollout, scored.rollout.mask
         overlong = None
-        if (tokens := args.overlong_tokens) is not None:
+        if args.overlong is not None:
+            tokens, penalty = args.overlong
             lengths, limit = rollout.response_lengths(), self.args.rollout.max_new_tokens
-            overlong = overlong_penalty(lengths, limit=limit, tokens=tokens, penalty=args.overlong_penalty)
+            overlong = overlong_penalty(lengths, limit=limit, tokens=int(tokens), penalty=penalty)
         eos, missing = ~rollout.truncated, args.missing_eos_penalty
         score_rewards = token_rewards(
             scores, mask, eos=eos, missing_eos_penalty=missing, overlong=overlong, clip=args.clip

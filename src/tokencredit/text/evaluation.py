@@ -18,7 +18,7 @@ from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.source import Source
+from tokencredit.settings.run_kind import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, KLConfig
 from tokencredit.text.batch import Batch, text_metrics

@@ -12,9 +12,8 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import read_python
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.options import with_engine
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.source import read_policy_config, read_source
+from tokencredit.settings.run_kind import read_policy_config, read_source, with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts

@@ -101,7 +101,7 @@ def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
 def build_objective(args: PPOConfig) -> Objective:
     """Build the objective of a run's updates; the trainer sets its KL coefficient before each."""
     kl, loss, off_policy = args.kl, args.ppo.loss, args.off_policy
-    interpolation = Interpolation(off_policy.correct, off_policy.low, off_policy.high)
+    interpolation = Interpolation(off_policy.correct, *off_policy.bounds)
     options: dict[str, Any] = {
         **args.ppo.objective(args.critic),
         "kl_estimator": kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,

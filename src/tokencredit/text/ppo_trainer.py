@@ -111,7 +111,7 @@ class PPOTrainer:
             sharding = Sharding.of(args, self.processes)
             lm, self.tokenizer = run_models.load_start(args.model, model, processing_class, sharding)
             precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
-            args.off_policy.check(args.rollout, precision.dtype)
+            replace(args, model=replace(args.model, dtype=precision.dtype))  # checked with the dtype that `auto` picks
             self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
             prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows.values())

@@ -13,7 +13,7 @@ from tokencredit.runs.folder import read_python
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import at_iteration
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
-from tokencredit.settings.options import with_engine
+from tokencredit.settings.run_kind import with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 

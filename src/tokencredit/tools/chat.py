@@ -17,9 +17,8 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.runs.untrusted import accept_any_bytes, visible, visible_lines
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.options import with_engine
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.source import Source
+from tokencredit.settings.run_kind import Source, with_engine
 from tokencredit.text.data.prompts import Prompt, PromptBatch, Prompts
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_source

@@ -5,7 +5,7 @@ import pytest
 from helpers.turns import environments, said
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import EnvironmentConfig
-from tokencredit.settings.source import foreign_code
+from tokencredit.settings.run_kind import foreign_code
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.turns.environments import load_environments
 
@@ -372,7 +372,7 @@ def test_a_setting_that_names_no_tool_is_refused(file):
 
 
 def test_environments_and_tools_given_twice_are_refused(file):
-    with pytest.raises(ConfigError, match="environment_factory is given, and an environment in env"):
+    with pytest.raises(ConfigError, match=r"environment_factory and env\.factory are both given"):
         load_environments(EnvironmentConfig(factory="builtin:grid"), [], factory=Steps)
     with pytest.raises(ConfigError, match="tools are given as an argument and as a setting"):
         load_environments(EnvironmentConfig(), [f"{file}:search"], functions=[echo])
@@ -387,6 +387,7 @@ def test_no_code_names_the_environment_and_the_tools():
         "tools[0] runs b.py:b",
         "tools[1] runs c:d",
     ]
-    assert lines(**{"env.gymnasium": "my_package:Maze-v0"}) == ["env.gymnasium imports the module my_package"]
-    for ours in ({"env.factory": "builtin:grid"}, {"env.gymnasium": "Taxi-v4"}, {"env.reasoning_gym": "chain_sum"}):
-        assert lines(**ours) == []
+    foreign = lines(**{"env.factory": "gymnasium:my_package:Maze-v0"})
+    assert foreign == ["env.factory imports the module my_package"]
+    for ours in ("builtin:grid", "gymnasium:Taxi-v4", "reasoning_gym:chain_sum", "openenv:http://localhost:8000"):
+        assert lines(**{"env.factory": ours}) == []

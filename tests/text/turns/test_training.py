@@ -15,13 +15,13 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
 from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.settings.options import EvaluateOptions
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.source import read_source
+from tokencredit.settings.run_kind import read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, EvalConfig, KLConfig, UpdateConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.turns.builtin.calculator import Calculator
+from tokencredit.tools.scoring_options import EvaluateOptions
 
 
 def config(folder, iterations=1, **groups):

@@ -12,7 +12,7 @@ from tokencredit.report.inspect_file import read_inspect
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.source import read_config
+from tokencredit.settings.run_kind import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, OptimConfig, UpdateConfig
 from tokencredit.text.ppo_trainer import PPOTrainer

@@ -66,7 +66,7 @@ def test_a_file_holds_ranked_pairs_of_what_was_sampled(tmp_path, capsys):
         assert (len(row["chosen"]), len(row["rejected"])) == (row["reward_chosen"], row["reward_rejected"])
         assert row["reward_chosen"] > row["reward_rejected"]
     # The first group, sampled by hand with the same random numbers.
-    from tokencredit.settings.source import read_source
+    from tokencredit.settings.run_kind import read_source
 
     policy = Policy(tmp_path, read_source("builtin:reviews").config, "base", critic=False)
     prompts = policy.prompts("This movie was really", 4, 6)

@@ -8,7 +8,7 @@ import pytest
 from helpers import forking
 from helpers.commands import wait_for
 from helpers.files import count_lines
-from tokencredit.settings.source import configure
+from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep.cluster_job import NOT_SHARED, JobFolder, command
 from tokencredit.tools.sweep.launch import Resources
 from tokencredit.tools.sweep.sweep_file import read_sweep

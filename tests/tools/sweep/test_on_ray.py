@@ -10,7 +10,7 @@ from helpers.commands import COMMAND, command, start_command, wait_for
 from helpers.files import count_lines, read_metrics, without_times
 from helpers.warm import python
 from tokencredit.cli import main
-from tokencredit.settings.source import configure
+from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep.sweep_file import read_sweep
 from tools.sweep.test_runner import LONG, sweep_file
 

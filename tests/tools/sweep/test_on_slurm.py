@@ -12,7 +12,7 @@ from helpers.commands import refused, wait_for
 from helpers.files import count_lines
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
-from tokencredit.settings.source import configure
+from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep import on_slurm
 from tokencredit.tools.sweep.cluster_job import JobFolder
 from tokencredit.tools.sweep.launch import Resources

@@ -13,7 +13,7 @@ from helpers import forking
 from helpers.commands import processes_in, wait_for
 from helpers.files import count_lines, read_metrics, without_times
 from tokencredit.cli import main
-from tokencredit.settings.source import configure
+from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep.launch import share, start, trouble
 from tokencredit.tools.sweep.sweep_file import read_sweep
 

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.run_kind import TEXT
-from tokencredit.settings.source import configure
-from tokencredit.settings.yaml import nested
+from tokencredit.settings.reader import grouped
+from tokencredit.settings.run_kind import TEXT, configure
+from tokencredit.settings.text import PPOConfig
 from tokencredit.tools.sweep import sweep_file as sweep
 from tokencredit.tools.sweep.sweep_file import combinations, expand, first_seeds, merged, read_sweep, refuse_changed
 
@@ -70,9 +70,12 @@ def test_a_sweep_is_of_language_models_unless_it_says_otherwise():
 
 
 def test_dotted_and_nested_keys_are_the_same():
-    assert nested({"a.b.c": 1, "a": {"b": {"d": 2}, "e.f": 3}}) == {"a": {"b": {"c": 1, "d": 2}, "e": {"f": 3}}}
-    with pytest.raises(ConfigError, match=r"a\.b is given twice"):
-        nested({"a.b": 1, "a": {"b": 2}})
+    settings = {"model.lora.rank": 1, "model": {"lora": {"alpha": 2}, "name": "a"}, "env.kwargs.x": 3}
+    same = {"model": {"lora": {"rank": 1, "alpha": 2}, "name": "a"}, "env": {"kwargs": {"x": 3}}}
+    assert grouped(PPOConfig, settings.items()) == same
+    for twice in ({"kl.coef": 1, "kl": {"coef": 2}}, {"env.kwargs.x": 1, "env": {"kwargs.x": 2}}):
+        with pytest.raises(ConfigError, match=r"is given twice"):
+            grouped(PPOConfig, twice.items())
     assert merged({"a": {"b": 1, "c": [1, 2]}}, {"a": {"c": [3]}}) == {"a": {"b": 1, "c": [3]}}
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tokencredit.errors import RunStopped
-from tokencredit.settings.source import configure
+from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep import launch
 from tokencredit.tools.sweep.launch import Ended, Resources
 from tokencredit.tools.sweep.runner import Scheduler, sweep

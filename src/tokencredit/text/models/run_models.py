@@ -19,7 +19,7 @@ from tokencredit.learn.rng import preserved
 from tokencredit.learn.state import trainable
 from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.source import Source
+from tokencredit.settings.run_kind import Source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import build_adapter

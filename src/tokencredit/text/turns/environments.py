@@ -31,7 +31,7 @@ ADAPTERS = {
     "gymnasium": "tokencredit.text.turns.builtin.gymnasium:Gymnasium",
     "openenv": "tokencredit.text.turns.builtin.openenv:OpenEnv",
 }
-"""Classes that make environments of other packages; the setting is their first argument."""
+"""Classes that make environments of other packages, by prefix of `env.factory`; the rest is their first argument."""
 COLUMN = "environment"
 """Column that selects one of several factories by name."""
 
@@ -157,8 +157,8 @@ def load_environments(
     `factory` and `functions` are the arguments `environment_factory` and `tools` of `PPOTrainer`, in place of those of
     the settings. `ConfigError`: one of them cannot be loaded or used, or is given twice.
     """
-    if factory is not None and config.given():
-        raise ConfigError("environment_factory is given, and an environment in env; leave one of them out")
+    if factory is not None and config.factory is not None:
+        raise ConfigError("environment_factory and env.factory are both given; leave one of them out")
     if functions is not None and tools:
         raise ConfigError("tools are given as an argument and as a setting; leave one of them out")
     if functions is not None and not isinstance(functions, list | tuple):
@@ -184,12 +184,12 @@ def load_environments(
 
 def _configured(config: EnvironmentConfig) -> tuple[str, Any]:
     """The setting that names an environment, and its factory with the settings' arguments; None if there is none."""
-    for key, path in ADAPTERS.items():
-        if (value := getattr(config, key)) is not None:
-            return f"env.{key} {value}", partial(load_object(path, "environment"), value, **config.kwargs)
     if config.factory is None:
         return "env", None
     label = f"env.factory {config.factory}"
+    package, _, name = config.factory.partition(":")
+    if package in ADAPTERS:
+        return label, partial(load_object(ADAPTERS[package], "environment"), name, **config.kwargs)
     try:
         if ":" not in config.factory or (config.factory.startswith("builtin:") and config.factory not in BUILT_IN):
             raise ConfigError(f"it must be one of {', '.join(BUILT_IN)}, 'pkg.module:name' or 'path/file.py:name'")

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.options import with_engine
-from tokencredit.settings.source import read_policy_config
+from tokencredit.settings.run_kind import read_policy_config, with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.rollout import Rollout

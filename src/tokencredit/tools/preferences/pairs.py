@@ -19,9 +19,8 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import RunStopped
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.options import PairsOptions
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.source import Source
+from tokencredit.settings.run_kind import Source
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.prompts import PromptBatch, Prompts, load_prompts
 from tokencredit.text.evaluation import describe, load_pipeline
@@ -29,6 +28,7 @@ from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_source
 from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.ppo_setup import build_pipeline
+from tokencredit.tools.scoring_options import PairsOptions
 
 COUNTS = (
     "groups",

@@ -20,8 +20,8 @@ from typing import Any
 
 from tokencredit.distributed.signals import WATCHED
 from tokencredit.runs.folder import write_file
+from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import run_kind_of
-from tokencredit.settings.yaml import read_yaml
 from tokencredit.tools.sweep.launch import Ended, Resources, start, trouble, write_settings
 from tokencredit.tools.sweep.sweep_file import SweepRun
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tokencredit.runs.folder import RunFolder, recover
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.yaml import dump_yaml
+from tokencredit.settings.reader import dump_yaml
 from tokencredit.tools.sweep.sweep_file import SweepRun
 
 PR_SET_PDEATHSIG = 1

@@ -16,7 +16,7 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.resuming import saved
 from tokencredit.runs.summary import duration, figure, mean
-from tokencredit.settings.yaml import dump_yaml
+from tokencredit.settings.reader import dump_yaml
 from tokencredit.tools.sweep.launch import Launcher, RunJob, cannot_start, say
 from tokencredit.tools.sweep.sweep_file import COMPARISON, SweepRun
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
+from tokencredit.settings.reader import grouped, read_yaml
 from tokencredit.settings.run_kind import RUN_KINDS, RunKind, other_run_kind
-from tokencredit.settings.yaml import nested, read_yaml
 
 KEYS = ("kind", "base", "grid", "variants", "seeds", "dir")
 COMPARISON = "comparison"
@@ -122,13 +122,13 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[SweepRun]:
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"dir is {folder!r}; give the folder of the runs")
     seeds = check_seeds(sweep.get("seeds"))
-    base = nested(mapping(sweep.get("base", {}), "base"))
-    if other := other_run_kind(base, run_kind.command):
+    base = grouped(run_kind.config, mapping(sweep.get("base", {}), "base").items())
+    if other := other_run_kind(base, run_kind.config):
         raise ConfigError(f"base is of kind {other.name}, and kind is {run_kind.name}; set kind: {other.name}")
     runs = []
     for name, overrides in variants(sweep).items():
         try:
-            settings = merged(base, nested(overrides))
+            settings = merged(base, grouped(run_kind.config, overrides.items()))
             if "seed" in settings:
                 raise ConfigError("seed is set by the sweep; use its key seeds instead")
             if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:

@@ -8,7 +8,7 @@ import torch
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.options import with_engine
+from tokencredit.settings.run_kind import with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.engines.vllm.sampler import VllmSampler
 from tokencredit.text.models.actor_critic import ActorCritic
@@ -19,12 +19,12 @@ from tokencredit.text.models.precision import Precision
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout.temperature": 0.005}, r"rollout\.temperature is 0\.005, and vLLM samples at 0\.01 to 2"),
-        ({"rollout.temperature": 2.5}, r"rollout\.temperature is 2\.5, and vLLM samples at 0\.01 to 2"),
+        ({"rollout.temperature": 0.005}, r"rollout\.temperature is 0\.005; vLLM samples at 0\.01 to 2"),
+        ({"rollout.temperature": 2.5}, r"rollout\.temperature is 2\.5; vLLM samples at 0\.01 to 2"),
         ({"eval.temperature": 0.005}, r"eval\.temperature is 0\.005"),
         (
             {"rollout.min_p": 0.1, "rollout.top_p": 0.9},
-            r"rollout\.min_p and rollout\.top_p are both set; vLLM applies min_p first",
+            r"rollout\.min_p is 0\.1, and rollout\.top_p is 0\.9; vLLM applies min_p first",
         ),
         ({"rollout.cache": "dynamic"}, r"rollout\.cache .* without rollout\.engine: local"),
         ({"rollout.engine_memory": 1.5}, r"rollout\.engine_memory"),

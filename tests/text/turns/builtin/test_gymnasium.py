@@ -13,7 +13,7 @@ LAKE = "[S]FFF\nFHFH\nFFFH\nHFFG\nSay left, down, right or up.\n"
 
 
 def begun(name, row=None, seeds=(3,), **kwargs):
-    runs = load_environments(EnvironmentConfig(gymnasium=name, kwargs=kwargs), [])
+    runs = load_environments(EnvironmentConfig(factory=f"gymnasium:{name}", kwargs=kwargs), [])
     episodes = runs.begin([row or {}] * len(seeds), list(seeds))
     return episodes, [episode.start() for episode in episodes]
 
@@ -83,7 +83,7 @@ def test_marks_in_place_of_colors():
 @pytest.mark.parametrize(
     ("name", "kwargs", "problem"),
     [
-        ("CartPole-v1", {}, "env.gymnasium CartPole-v1: it must be one of the environments that have a text"),
+        ("CartPole-v1", {}, "env.factory gymnasium:CartPole-v1: it must be one of the environments that have a text"),
         ("Taxi-v99", {}, "Gymnasium cannot make it: "),
         ("FrozenLake-v1", {"depth": 2}, "Gymnasium cannot make it: .*unexpected keyword argument 'depth'"),
     ],

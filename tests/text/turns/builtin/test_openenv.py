@@ -76,7 +76,7 @@ def url(over):
 
 
 def begun(url, rows=({},), timeout=60.0, **kwargs):
-    runs = load_environments(EnvironmentConfig(openenv=url, kwargs=kwargs, timeout=timeout), [])
+    runs = load_environments(EnvironmentConfig(factory=f"openenv:{url}", kwargs=kwargs, timeout=timeout), [])
     episodes = runs.begin(list(rows), list(range(len(rows))))
     return runs, episodes, [episode.start() for episode in episodes]
 
@@ -116,7 +116,7 @@ def test_a_step_that_hangs_ends_the_episode_and_the_next_one_has_a_new_session(u
 @pytest.mark.parametrize(
     ("change", "kwargs", "problem"),
     [
-        ("ftp://x", {}, r"env\.openenv ftp://x: it must be an address that begins with http:// or https://"),
+        ("ftp://x", {}, r"env\.factory openenv:ftp://x: it must be an address that begins with http:// or https://"),
         ("http://127.0.0.1:1", {}, "no OpenEnv server answers at http://127.0.0.1:1: "),
         ("{url}/nowhere", {}, "no OpenEnv server answers at .*/nowhere: HTTP Error 404"),
         ("{url}", {"action": "loud"}, r"env\.kwargs\.action is 'loud'; it must name the field .*: message$"),

@@ -14,7 +14,7 @@ pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install to
 
 
 def begun(name="chain_sum", row=None, seeds=(7,), **kwargs):
-    runs = load_environments(EnvironmentConfig(reasoning_gym=name, kwargs=kwargs), [])
+    runs = load_environments(EnvironmentConfig(factory=f"reasoning_gym:{name}", kwargs=kwargs), [])
     episodes = runs.begin([row or {}] * len(seeds), list(seeds))
     return episodes, [episode.start() for episode in episodes]
 
@@ -73,7 +73,11 @@ def test_an_answer_that_a_verifier_does_not_read_scores_0():
 @pytest.mark.parametrize(
     ("name", "kwargs", "problem"),
     [
-        ("chain_sums", {}, r"env\.reasoning_gym chain_sums: there is no such data set; did you mean chain_sum\?"),
+        (
+            "chain_sums",
+            {},
+            r"reasoning_gym:chain_sums: there is no such data set; did you mean chain_sum\?",
+        ),
         ("chain_sum", {"depth": 2}, "env.kwargs do not fit the data set: .*unexpected keyword argument 'depth'"),
         ("chain_sum", {"min_terms": -1}, "env.kwargs do not fit the data set: min_terms must be positive"),
         ("chain_sum", {"seed": 1}, "env.kwargs has seed; each episode's question comes from the run's seed"),

@@ -78,7 +78,7 @@ class VllmSampler(Sampler):
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
     ) -> None:
         """Sample all requests in batches that vLLM schedules."""
-        settings.check_vllm("sampling")
+        settings.check_vllm("sampling.")
         self._wake("weights", "kv_cache")
         left: dict[str, Progress] = {}
         try:

@@ -8,12 +8,13 @@ import pytest
 import yaml
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings import yaml as settings_yaml
-from tokencredit.settings.yaml import MAX_DEPTH, MAX_SIZE, dump_yaml, flat, load_yaml, read_yaml
+from tokencredit.settings import fields
+from tokencredit.settings.fields import flat
+from tokencredit.settings.reader import MAX_DEPTH, MAX_SIZE, dump_yaml, load_yaml, read_yaml
 
 
 def test_examples_in_docstrings():
-    assert doctest.testmod(settings_yaml).failed == 0
+    assert doctest.testmod(fields).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import EnvironmentConfig, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import check, refuse_unused, setting
-from tokencredit.settings.rollout import EngineName, OffPolicyConfig, RolloutConfig, SamplingConfig
-from tokencredit.settings.source import Source, refuse_foreign_code
+from tokencredit.settings.rollout import EngineName, OffPolicyConfig, SamplingConfig
+from tokencredit.settings.run_kind import Source, refuse_foreign_code, with_engine
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import MAX_SEED, KLConfig, ShardingConfig, StopConfig
+from tokencredit.settings.training import MAX_SEED, KLConfig, StopConfig
 
 Sampling = TypeVar("Sampling", bound=SamplingConfig)
 
@@ -27,6 +27,12 @@ FROM_PYTHON = {
     "env": ("environment_factory", "tools"),
 }
 """Options, and the arguments of `PPOTrainer` in whose place a run's folder has none."""
+FLAGS = {
+    "reward": "--reward '[{function: …}]'",
+    "prompts": "--prompts.text or --prompts.dataset",
+    "env": "--env.factory or --tools",
+}
+"""The options that give them, in words."""
 
 
 @dataclass
@@ -68,7 +74,7 @@ class ScoringOptions:
         """Raise `ConfigError` for values that cannot work."""
         check(self)
         if not self.given("prompts") and self.prompts != PromptsConfig():
-            raise ConfigError(f"prompts has neither text nor dataset; give {flag('prompts')}")
+            raise ConfigError(f"prompts has neither text nor dataset; give {FLAGS['prompts']}")
         if "" in (self.stop or ()):
             raise ConfigError("stop has an empty text, which would end every completion; leave it out")
         refuse_unused(self, rows=())
@@ -105,11 +111,10 @@ class ScoringOptions:
             arguments = ", ".join(", ".join(names) for names in lost.values())
             raise ConfigError(
                 f"{source.name!r} was begun in Python with {arguments}, which its folder does not hold; give "
-                f"{' and '.join(map(flag, lost))}, or evaluate it there: PPOTrainer(…).evaluate(), or with eval.every "
-                "during training"
+                f"{' and '.join(FLAGS[key] for key in lost)}, or evaluate it there: PPOTrainer(…).evaluate()"
             )
         if (missing := [key for key in missing if key != "env"]) and not source.scored:
-            raise ConfigError(f"{source.name!r} has no {missing[0]} of its own; give {flag(missing[0])}")
+            raise ConfigError(f"{source.name!r} has no {missing[0]} of its own; give {FLAGS[missing[0]]}")
         config, model = source.config, source.config.model
         if self.given("prompts"):
             training_prompts = replace(config.eval, text=None, dataset=None, split="train")
@@ -123,34 +128,6 @@ class ScoringOptions:
         if no_code:
             refuse_foreign_code(config)
         return config
-
-
-def with_engine(
-    config: PPOConfig, engine: EngineName = "local", server: str | None = None, folder: str | None = None
-) -> PPOConfig:
-    """The configuration with another sampling engine, without corrections or shards: nothing is trained with it.
-
-    `server` and `folder` are `rollout.server` and `rollout.server_folder`. Those of the configuration are dropped: a
-    run may still train with that server.
-    """
-    own = config.rollout
-    if (engine, server, folder) == (own.engine, own.server, own.server_folder):
-        return config
-    changed: dict[str, Any] = {"engine": engine, "engine_memory": None, "cache": "auto"}
-    changed |= {"server": server, "server_folder": folder}
-    changed |= {"server_timeout": RolloutConfig().server_timeout, "max_age": 0}
-    rollout, whole = replace(own, **changed), replace(config.run, shard="none")
-    return replace(config, rollout=rollout, off_policy=OffPolicyConfig(), run=whole, sharding=ShardingConfig())
-
-
-def flag(key: str) -> str:
-    """The option that gives prompts or rewards, in words."""
-    examples = {
-        "reward": "--reward '[{function: …}]'",
-        "prompts": "--prompts.text or --prompts.dataset",
-        "env": "--env.factory or --tools",
-    }
-    return examples[key]
 
 
 @dataclass
@@ -174,14 +151,14 @@ class EvaluateOptions(ScoringOptions):
 
     def given(self, key: str) -> bool:
         """As `ScoringOptions.given`; an environment can do without prompts, and may pay its own reward."""
-        played = self.env.given() or (key == "env" and bool(self.tools))
+        played = self.env.factory is not None or (key == "env" and bool(self.tools))
         return played or super().given(key)
 
     def configure(self, source: Source, python: Collection[str], no_code: bool = False) -> PPOConfig:
         """As `ScoringOptions.configure`, with the settings of the evaluation."""
         if self.given("env"):
             run = source.config
-            env = self.env.with_limits_of(run.env) if self.env.given() else run.env
+            env = self.env.with_limits_of(run.env) if self.env.factory is not None else run.env
             source = replace(source, config=replace(run, env=env, tools=self.tools or run.tools))
         config = super().configure(source, python, no_code)
         evaluation = replace(
