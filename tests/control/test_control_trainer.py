@@ -194,15 +194,18 @@ def test_more_copies_are_stepped_in_processes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ppo": AgentUpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3; it must divide the batch, .* = 64"),
+        ({"ppo": AgentUpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3, .* must divide env\.number × steps, 64"),
         ({"critic": AgentCriticConfig(kind="none")}, r"advantage\.estimator is gae, which needs a critic"),
         (
             {"advantage": AgentAdvantageConfig(estimator="group_relative")},
             r"advantage\.estimator is 'group_relative'; it must be one of gae, td, .*, reward_to_go$",
         ),
         ({"run": RunConfig()}, r"^run is RunConfig\(.*; it must be an AgentRunConfig$"),
-        ({"agent": AgentConfig("transformer", [64, 32])}, r"agent\.hidden is .* a multiple of agent\.heads, 4"),
-        ({"agent": AgentConfig(hidden=[8, 0])}, r"^agent\.hidden\[1\] is 0; it must be at least 1$"),
+        (
+            {"agent": AgentConfig("transformer", [64, 32])},
+            r"agent\.hidden is .* agent\.heads is 4; .* a multiple of its heads",
+        ),
+        ({"agent": AgentConfig(hidden=[8, 0])}, r"^agent\.hidden is \[8, 0\]; each width must be at least 1$"),
         ({"critic": AgentCriticConfig(warmup=4)}, r"^critic\.warmup is 4; it must be at most run\.iterations, 3$"),
     ],
 )

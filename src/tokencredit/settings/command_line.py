@@ -317,6 +317,5 @@ def config_parser(kind: type[Any]) -> Parser:
 def to_config(options: Options, kind: type[Config]) -> Config:
     """The configuration of a command's options; raises `ConfigError` for one that is refused, as by `--no-code`."""
     config = build(kind, options.settings)
-    if options.no_code:
-        refuse_foreign_code(config)  # type: ignore[arg-type]
+    refuse_foreign_code(config, options.no_code)  # type: ignore[arg-type]
     return config

@@ -65,11 +65,7 @@ class RewardTerm:
 
     @staticmethod
     def read(settings: Any, key: str = "reward[]") -> RewardTerm:
-        """The term of a mapping of settings, whose kind is the one of `KINDS` that it has; types are not checked.
-
-        Args:
-            settings: the mapping.
-            key: its key, for messages.
+        """The term of the mapping at `key`, whose kind is the one of `KINDS` that it has; types are not checked.
 
         Raises:
             ConfigError: it is no mapping, has none of the kinds or more than one, or an unknown key.

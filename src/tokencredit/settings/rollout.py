@@ -16,21 +16,14 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 
 @dataclass
 class SamplingConfig:
-    """Sampling of completions.
-
-    top_k, top_p, min_p and min_new_tokens filter the tokens that are sampled. Log-probabilities, entropy, KL and ratio
-    remain those of the full distribution, in sampling and training, unless off_policy.support is truncated. With
-    filters the entropy is computed exactly, and so is the KL with kl.estimator: full in the reward. Otherwise the
-    metric is `log_ratio`, Σ log π/reference of the sampled tokens, which does not estimate the KL when the tokens were
-    not sampled from π.
-    """
+    """Sampling of completions; docs/algorithms.md says what filters change."""
 
     max_new_tokens: int = setting(24, at_least=1)
     """Longest completion, in tokens; a longer one is truncated."""
     min_new_tokens: int = setting(0, at_least=0)
     """Shortest completion, in tokens, before it may end."""
     temperature: float = setting(1.0, above=0)
-    """Sampling temperature: logits are divided by it."""
+    """Sampling temperature: logits are divided by it, here and for the log-probs in training."""
     top_k: int | None = setting(None, at_least=1)
     """Top-k sampling: only the k most likely tokens; null for all. Like top_p, min_p and min_new_tokens it filters the
     sampled tokens only: log-probs remain those of the full distribution, unless off_policy.support is truncated."""
@@ -78,8 +71,6 @@ class SamplingConfig:
 class RolloutConfig(SamplingConfig):
     """Sampling of completions for training."""
 
-    temperature: float = setting(1.0, above=0)
-    """Sampling temperature: logits are divided by it, here and for the log-probs in training."""
     batch_size: int = setting(64, at_least=1)
     """Completions per iteration, over all processes."""
     per_prompt: int = setting(1, at_least=1)

@@ -165,9 +165,9 @@ def foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> list[st
     return lines
 
 
-def refuse_foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> None:
-    """Raise `ConfigError` if a run of this configuration would execute user code."""
-    if lines := foreign_code(config):
+def refuse_foreign_code(config: PPOConfig | ControlConfig | OfflineSettings, no_code: bool) -> None:
+    """Raise `ConfigError` if a run of this configuration would execute user code, and `--no-code` is given."""
+    if no_code and (lines := foreign_code(config)):
         raise ConfigError(f"--no-code, but the configuration executes user code: {'; '.join(lines)}")
 
 
@@ -179,12 +179,7 @@ def run_config_file(run: Path) -> Path:
 
 
 def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config:
-    """Read a run's own config.yaml.
-
-    Args:
-        file: the run's config.yaml.
-        kind: class of the configuration.
-        no_code: refuse a configuration that would execute user code.
+    """Read a run's own config.yaml; `no_code` refuses one that would execute user code.
 
     Raises:
         ConfigError: the file is missing or not a run's configuration of this kind, or user code is refused.
@@ -198,8 +193,7 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
     groups = read_settings(kind, file)
     try:
         config = build(kind, groups)
-        if no_code:
-            refuse_foreign_code(config)
+        refuse_foreign_code(config, no_code)
         return config
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
@@ -220,11 +214,7 @@ class Source:
 
 
 def read_source(name: str, no_code: bool = False) -> Source:
-    """The source of this name; nothing is loaded.
-
-    Args:
-        name: folder of a run or a model, or a hub id.
-        no_code: refuse a run's configuration that would execute user code.
+    """The source of a run's or a model's folder, or of a hub id; nothing is loaded. `no_code` as in `read_config`.
 
     Raises:
         ConfigError: the folder holds neither a run of a language model nor a model, or its configuration is refused.
@@ -274,8 +264,7 @@ def configure(run_kind: RunKind, settings: Mapping[str, Any], no_code: bool = Fa
         ConfigError: a key or value is refused, or user code is.
     """
     config = run_kind.config.from_dict(settings)
-    if no_code:
-        refuse_foreign_code(config)
+    refuse_foreign_code(config, no_code)
     refuse_unused(config, rows=())
     return asdict(config)
 

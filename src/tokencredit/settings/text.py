@@ -235,7 +235,7 @@ class PPOConfig(Configuration):
         alone = {"audit.every": self.audit.every, "critic.continuations": self.critic.continuations}
         alone["rollout.engine"] = self.rollout.engine == "continuous"
         for key in (key for key, value in alone.items() if value):
-            reason = "layers are gathered in step with all processes, and this runs in each alone: set it to gathered"
+            reason = "layers are gathered by all processes in step, not by one alone: set sharding.sampling: gathered"
             refuse(self, f"{key} sharding.sampling", reason)
 
     def check_offload(self, *, adapted: bool) -> None:

@@ -111,7 +111,7 @@ class PPOSettings:
     """KL to the sampling policy, in nats per token, above which the rest of an update is skipped; null for never."""
 
     def objective(self, critic: CriticTraining) -> dict[str, Any]:
-        """Arguments of `learn.objective.Objective` shared by language models and agents."""
+        """Arguments of `learn.objective.Objective`."""
         return {
             "clip": (self.clip, self.clip if self.clip_high is None else self.clip_high),
             "dual_clip": self.dual_clip,
@@ -122,7 +122,7 @@ class PPOSettings:
         }
 
     def passes(self, critic: CriticTraining, advantage: AdvantageSettings, optim: OptimConfig) -> dict[str, Any]:
-        """Arguments of `learn.learner.UpdateSettings` shared by language models and agents."""
+        """Arguments of `learn.learner.UpdateSettings`."""
         return {
             "epochs": self.epochs,
             "minibatches": self.minibatches,

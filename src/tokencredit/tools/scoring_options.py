@@ -125,8 +125,7 @@ class ScoringOptions:
         reward, no_update = self.reward or config.reward, OffPolicyConfig()
         config = replace(config, seed=seed, model=model, reward=reward, off_policy=no_update)
         config = with_engine(config, self.engine or "local", self.server, self.server_folder)
-        if no_code:
-            refuse_foreign_code(config)
+        refuse_foreign_code(config, no_code)
         return config
 
 
