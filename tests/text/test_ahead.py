@@ -200,10 +200,10 @@ def test_sampling_goes_on_while_rewards_are_computed(tmp_path):
 
     def slow(completions, **_):
         sampler = trainer.source.engine.sampler
-        before = sum(flight.sampled() for flight in list(sampler.flights.values()))
+        before = sum(len(flight.progress.ids) for flight in list(sampler.flights.values()))
         time.sleep(0.5)
         flights = list(sampler.flights.values())
-        tokens.append((before, sum(flight.sampled() for flight in flights), len(flights)))
+        tokens.append((before, sum(len(flight.progress.ids) for flight in flights), len(flights)))
         return [1.0] * len(completions)
 
     trainer = PPOTrainer(args=ahead(tmp_path / "run", 3, rollout={"max_new_tokens": 24}), reward_funcs=slow)

@@ -17,7 +17,6 @@ from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.background import BackgroundEngine, start_background
-from tokencredit.text.models.critic import Critic
 from tokencredit.text.pipeline import Pipeline
 
 
@@ -73,7 +72,7 @@ class SamplesAhead(CurrentPolicy):
             recompute
             or pipeline.reference is not None
             or bool(settings.filters())
-            or (isinstance(critic, Critic) and critic.reads_last)
+            or (critic is not None and critic.reads_last)
         )
         """True if a full pass of the policy scores each batch; false if nothing reads what it computes."""
         self.engine: BackgroundEngine | None = None

@@ -69,16 +69,28 @@ def read_by_length(
 
 
 def evaluate_rollout(
-    policy: ActorCritic, rollout: Rollout, temperature: float, budget: int | None, processes: Processes | None = None
+    policy: ActorCritic,
+    rollout: Rollout,
+    temperature: float,
+    budget: int | None,
+    processes: Processes | None = None,
+    *,
+    entropy: bool = False,
 ) -> Rollout:
-    """The rollout with log-probs and values by a policy and its critic; `processes` is as in `read_by_length`."""
+    """The rollout with log-probs by a policy, entropies on request, and values if the critic reads the same states.
+
+    `processes` is as in `read_by_length`.
+    """
+    whole = entropy or (policy.critic is not None and policy.critic.reads_last)
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
-        outputs = policy(inputs, temperature=temperature)
-        return {"logprobs": outputs.logprobs} | ({} if outputs.values is None else {"values": outputs.values})
+        if not whole:
+            return {"logprobs": policy.logprobs(inputs, temperature)[0]}
+        outputs = policy(inputs, temperature=temperature, entropy=entropy)
+        named = {"logprobs": outputs.logprobs, "values": outputs.values, "entropy": outputs.stats.entropy}
+        return {name: x for name, x in named.items() if x is not None}
 
-    outputs = read_by_length(rollout, budget, read, processes)
-    return replace(rollout, logprobs=outputs["logprobs"], values=outputs.get("values"))
+    return replace(rollout, **read_by_length(rollout, budget, read, processes))
 
 
 def rollout_logprobs(

@@ -66,7 +66,10 @@ def sample_while(sampler, model, settings=NO_END, syncs=2):
     thread.start()
     generator = torch.Generator().manual_seed(1)
     for number in range(1, syncs + 1):
-        while len(done) < ROWS and min((f.sampled() for f in list(sampler.flights.values())), default=0) < 8 * number:
+        while (
+            len(done) < ROWS
+            and min((len(f.progress.ids) for f in list(sampler.flights.values())), default=0) < 8 * number
+        ):
             time.sleep(0.001)
         for parameter in model.lm.parameters():
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
@@ -181,7 +184,7 @@ def test_the_cache_grows_for_a_request_that_does_not_fit(model, start):
     done = {}
     thread = threading.Thread(target=sampler.complete, args=([short], NO_END, done.__setitem__), daemon=True)
     thread.start()
-    while min((flight.sampled() for flight in list(sampler.flights.values())), default=0) < 8:
+    while min((len(flight.progress.ids) for flight in list(sampler.flights.values())), default=0) < 8:
         time.sleep(0.001)
     sampler.complete([long], NO_END, lambda _, completion: done.__setitem__(1, completion))
     thread.join(60)
@@ -211,7 +214,7 @@ def test_a_conversation_carries_the_versions_of_its_turns(model, start, tokenize
     settings = SamplingConfig(max_new_tokens=LIMIT, stop_at_eos=False)
     sampler = start(model, settings)
     precision = Precision("float32", torch.device("cpu"))
-    engine = BackgroundEngine(model, tokenizer, [0], precision, sampler)
+    engine = BackgroundEngine(model, tokenizer, [0], precision, sampler=sampler)
     prompts = Prompts(["This movie was really", "A film"], tokenizer).batch(0, 2)
     conversation = engine.converse(prompts, settings, torch.rand(2, LIMIT))
     conversation.sample([0, 1], [[], []], [5, 5], lambda _: None)
@@ -222,7 +225,7 @@ def test_a_conversation_carries_the_versions_of_its_turns(model, start, tokenize
     assert rollout.versions[1].tolist() == [0] * 5 + [-1] * 2 + [1] * 4
     assert torch.equal(rollout.mask, rollout.versions >= 0)
     now = ContinuousSampler(model, tokenizer, [0])
-    exact = RequestEngine(model, tokenizer, [0], precision, now).exact(rollout, settings)
+    exact = RequestEngine(model, tokenizer, [0], precision, sampler=now).exact(rollout, settings)
     torch.testing.assert_close(exact.logprobs[rollout.mask], exact.behavior_logprobs[rollout.mask], atol=1e-5, rtol=0)
 
 

@@ -39,7 +39,9 @@ def model(model_folders):
 
 def engine_of(model, tokenizer, sampler=None, ends=ENDS):
     sampler = sampler or ContinuousSampler(model, tokenizer, ends)
-    return RequestEngine(model, tokenizer, ends, Precision("float32", torch.device("cpu")), sampler, report=lambda _: 0)
+    return RequestEngine(
+        model, tokenizer, ends, Precision("float32", torch.device("cpu")), sampler=sampler, report=lambda _: 0
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])

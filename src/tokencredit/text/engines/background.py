@@ -35,24 +35,19 @@ class _Flight:
 
     request: Request
     progress: Progress
-    """Of its part since the last submission."""
     results: queue.Queue[tuple[int, Completion | EngineFailure]]
     index: int
-    ids: list[int] = field(default_factory=list)
-    """Tokens of the parts before."""
-    logprobs: list[float] = field(default_factory=list)
+    before: int = 0
+    """Tokens that it had when it was last submitted."""
     switches: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of a number of tokens and the version that drew the ones after it."""
 
-    def sampled(self) -> int:
-        return len(self.ids) + len(self.progress.ids)
-
-    def completion(self, last: Completion) -> Completion:
-        ids = self.ids + last.ids
+    def versions(self, count: int) -> list[int]:
+        """The version that drew each of the first tokens."""
         versions: list[int] = []
         for start, version in self.switches:
-            versions[start:] = [version] * (len(ids) - start)
-        return Completion(ids, self.logprobs + last.logprobs, last.truncated, versions)
+            versions[start:] = [version] * (count - start)
+        return versions
 
 
 class BackgroundSampler(Sampler):
@@ -142,11 +137,11 @@ class BackgroundSampler(Sampler):
                 torch.cuda.synchronize(self.lm.device)
             self.version += 1
             for name, flight in list(self.flights.items()):
-                flight.switches.append((flight.sampled(), self.version))
+                flight.switches.append((len(flight.progress.ids), self.version))
                 # The rest of the request begins anew, with keys and values of the new weights.
                 self.manager.cancel_request(name)
                 del self.flights[name]
-                self._continue(flight)
+                self._submit(flight)
 
     def close(self) -> None:
         """Stop the thread; requests on their way fail."""
@@ -185,26 +180,19 @@ class BackgroundSampler(Sampler):
         flights = list(self.flights.values())
         self.flights.clear()  # names of the stopped manager
         for flight in flights:
-            self._continue(flight)
+            self._submit(flight)
 
     def _submit(self, flight: _Flight) -> None:
         """Hand a request, or the rest of it, to the manager."""
-        name, request = next(self.names), flight.request
-        self.flights[name] = flight
+        name, request, ids = next(self.names), flight.request, flight.progress.ids
+        self.flights[name], flight.before = flight, len(ids)
         self.manager.add_request(
-            request.tokens + flight.ids,
+            request.tokens + ids,
             name,
-            max_new_tokens=request.limit - len(flight.ids),
+            max_new_tokens=request.limit - len(ids),
             streaming=True,
             eos_token_id=self.ends or -1,
         )
-
-    def _continue(self, flight: _Flight) -> None:
-        """Submit the rest of a request."""
-        flight.ids += flight.progress.ids
-        flight.logprobs += flight.progress.logprobs
-        flight.progress = Progress(flight.request, self.settings, self.tokenizer, flight.ids)
-        self._submit(flight)
 
     def _read(self) -> None:
         """Hand out results until the end; a failure of the thread goes to all requests."""
@@ -236,12 +224,13 @@ class BackgroundSampler(Sampler):
                 del self.flights[output.request_id]
                 flight.results.put((flight.index, EngineFailure(str(output.error))))
                 continue
-            last = take(flight.progress, output, self.ends)
-            if last is not None:
+            done = take(flight.progress, output, self.ends, flight.before)
+            if done is not None:
                 del self.flights[output.request_id]
                 if not output.is_finished():
                     self.manager.cancel_request(output.request_id)
-                flight.results.put((flight.index, flight.completion(last)))
+                done = done._replace(versions=flight.versions(len(done.ids)))
+                flight.results.put((flight.index, done))
 
 
 @dataclass
@@ -251,7 +240,7 @@ class BackgroundEngine(RequestEngine):
     Log-probs of its rollouts are those with which the tokens were drawn.
     """
 
-    sampler: BackgroundSampler
+    sampler: BackgroundSampler = field(kw_only=True)
 
     def complete(
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
@@ -317,4 +306,4 @@ def start_background(engine: Engine, settings: RolloutConfig, rows: int, longest
         sampler = BackgroundSampler(policy, tokenizer, end_ids, settings, rows, longest, int(seed * SEEDS))
     except EngineFailure as failure:
         raise RunStopped(f"rollout.engine {settings.engine} cannot sample ahead: {failure}") from failure
-    return BackgroundEngine(policy, tokenizer, end_ids, engine.precision, sampler, engine.budget)
+    return BackgroundEngine(policy, tokenizer, end_ids, engine.precision, engine.budget, sampler=sampler)

@@ -35,11 +35,12 @@ def build_engine(
         RunStopped: it does not take the model.
     """
     policy, tokenizer, precision, rollout = models.policy, models.tokenizer, models.precision, args.rollout
-    ends, budget = end_ids(policy.lm, tokenizer), args.ppo.micro_batch_tokens
+    ends = end_ids(policy.lm, tokenizer)
+    common = (policy, tokenizer, ends, precision, args.ppo.micro_batch_tokens, models.in_step, processes)
     if rollout.engine == "local":
         decoding, notes = choose_decoding(args, policy, precision)
         kept = args.off_policy.support == "truncated"
-        return LocalEngine(policy, tokenizer, ends, precision, budget, decoding, models.in_step, kept, processes, notes)
+        return LocalEngine(*common, notes, decoding, kept)
     sampler: Sampler
     if rollout.engine == "vllm":
         check_gathered(policy)
@@ -49,7 +50,7 @@ def build_engine(
         sampler = VllmSampler(policy, tokenizer, ends, precision, rollout.engine_memory)
     else:
         sampler = ContinuousSampler(policy, tokenizer, ends)
-    engine = RequestEngine(policy, tokenizer, ends, precision, sampler, budget, report, models.in_step, processes)
+    engine = RequestEngine(*common, sampler=sampler, report=report)
     with preserved():
         engine.weights_changed()
     return engine

@@ -160,9 +160,9 @@ def _draw_alone(manager: Any, seed: int) -> None:
     manager.batch_processor.model_runner._sample = sample
 
 
-def take(progress: Progress, output: Any, ends: Sequence[int]) -> Completion | None:
-    """Take over a manager's result, which has all tokens so far; returns the completion if it has ended."""
-    ids, known = output.generated_tokens, len(progress.ids)
+def take(progress: Progress, output: Any, ends: Sequence[int], before: int = 0) -> Completion | None:
+    """Take over a manager's result, all tokens so far after the first `before`; returns the completion if it ended."""
+    ids, known = output.generated_tokens, len(progress.ids) - before
     reason = None if not output.is_finished() else "stop" if ids[-1] in ends else "length"
     return progress.take(ids[known:], output.logprobs[known : len(ids)], reason)
 

@@ -1,15 +1,17 @@
-"""The `Engine` protocol, and that of its episodes of several turns."""
+"""What all engines are: `Engine`, and `Conversation` for episodes of several turns."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.sharding import gathered
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
@@ -21,9 +23,16 @@ FAILURES = (EngineLost, RunStopped, OSError, ConfigError)
 """Errors of sampling that are those of all processes, ordered by severity."""
 
 
-class Conversation(Protocol):
+class Conversation(ABC):
     """Turns of a batch of rows, each of which an environment may answer."""
 
+    def __init__(self, prompts: PromptBatch, settings: SamplingConfig):
+        """Start before the first turns; arguments as in `Engine.converse`."""
+        self.prompts, self.settings = prompts, settings
+        rows = zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)
+        self.prompt_ids: list[list[int]] = [ids[mask].tolist() for ids, mask in rows]
+
+    @abstractmethod
     def sample(
         self,
         rows: Sequence[int],
@@ -40,23 +49,33 @@ class Conversation(Protocol):
             ended: called with a row when its turn has ended, if possible while others are still being sampled.
         """
 
+    @abstractmethod
     def left(self, row: int) -> int:
         """Tokens that are left of a row's `max_new_tokens`."""
 
+    @abstractmethod
     def turn(self, row: int) -> tuple[list[int], bool]:
         """The token ids of a row's last turn, and true if it was cut at its limit."""
 
+    @abstractmethod
+    def ids(self, row: int) -> list[int]:
+        """All token ids of a row after its prompt: turns and observations."""
+
     def tokens(self, row: int) -> list[int]:
         """All token ids of a row so far: prompt, turns and observations."""
+        return self.prompt_ids[row] + self.ids(row)
 
-    def end(self, row: int) -> None:
+    def end(self, row: int) -> None:  # noqa: ARG002
         """Free what a row keeps for further turns: its episode has ended."""
+        return
 
+    @abstractmethod
     def rollout(self) -> Rollout:
         """The rollout of all rows, with `turn_ends`; `truncated` is that of each row's last turn."""
 
 
-class Engine(Protocol):
+@dataclass
+class Engine(ABC):
     """Samples completions from the policy, for training, evaluation and generation alike."""
 
     policy: ActorCritic
@@ -64,17 +83,22 @@ class Engine(Protocol):
     end_ids: Sequence[int]
     """Tokens that end a completion."""
     precision: Precision
-    budget: int | None
+    budget: int | None = None
     """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
-    in_step: Processes | None
-    """Processes that make the passes of a rollout in step, since the policy is sharded over them; None without."""
-    notes: Sequence[str]
+    in_step: Processes | None = None
+    """Processes that make the passes of a rollout in step, since the policy is sharded over them and gathered layer by
+    layer; None without."""
+    processes: Processes = field(default_factory=Processes)
+    """Processes that sample and sync together, and fail together if one of them cannot."""
+    notes: Sequence[str] = ()
     """Lines for the user on choices that were made for this model."""
 
     @property
     def longest(self) -> int | None:
         """Most tokens of a prompt with its completion; None where the model alone limits them."""
+        return None
 
+    @abstractmethod
     def generate(
         self,
         prompts: PromptBatch,
@@ -100,12 +124,14 @@ class Engine(Protocol):
                 context must fit prompt + longest start + limit − shortest start tokens.
         """
 
+    @abstractmethod
     def converse(self, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor) -> Conversation:
         """Begin episodes of several turns, one per row; arguments as in `generate`.
 
         The stop conditions end a turn; `settings.max_new_tokens` limits all tokens of an episode after its prompt.
         """
 
+    @abstractmethod
     def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
         """A rollout of its sampler with log-probs, and values of a critic on the trunk, by a full forward pass."""
 
@@ -116,12 +142,16 @@ class Engine(Protocol):
             EngineLost: the engine failed; `recover` tries again.
             RunStopped: its log-probs are not the policy's.
         """
+        return
 
     def recover(self) -> None:
         """Sync again if the engine was lost in some process; called in all, before they sample."""
+        return
 
+    @abstractmethod
     def agreed(self) -> AbstractContextManager[None]:
         """A context for sampling a rollout, in which a failure of one process is raised in all."""
 
     def held(self) -> AbstractContextManager[None]:
         """A context in which this process holds a sharded policy whole, unless processes pass in step."""
+        return gathered(self.policy.lm) if self.in_step is None else nullcontext()

@@ -10,43 +10,26 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.distributed.sharding import gathered
 from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.text.engines.engine import FAILURES
+from tokencredit.text.engines.engine import FAILURES, Conversation, Engine
 from tokencredit.text.engines.probe import NEW, PROMPT, TEMPERATURE, Probe, require_same_logprobs, sample_probe
 from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Request, Sampler
-from tokencredit.text.models.actor_critic import ActorCritic, Inputs
-from tokencredit.text.models.critic import Critic
 from tokencredit.text.models.model_loading import max_prompt_length
-from tokencredit.text.models.precision import Precision
-from tokencredit.text.scoring_passes import read_by_length, rollout_logprobs
+from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs
 
 
 @dataclass
-class RequestEngine:
+class RequestEngine(Engine):
     """An `Engine` over a `Sampler`; equal uniforms give rollouts that are equal in distribution, not bit for bit."""
 
-    policy: ActorCritic
-    tokenizer: PreTrainedTokenizerBase
-    end_ids: Sequence[int]
-    precision: Precision
-    sampler: Sampler
-    budget: int | None = None
-    """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
+    sampler: Sampler = field(kw_only=True)
     report: Callable[[str], None] = print
     """Called with a line for each event, such as a failure after which the sampler is asked again."""
-    in_step: Processes | None = None
-    """Processes that sync and make full passes in step, since the policy is sharded over them and gathered layer by
-    layer."""
-    processes: Processes = field(default_factory=Processes)
-    """Processes that sync together, and fail together if one of them cannot."""
-    notes: Sequence[str] = ()
     probe: Probe | None = None
     """What the last sync was proven with; None before the first."""
     lost: bool = False
@@ -119,12 +102,6 @@ class RequestEngine:
             "or with rollout.engine: local"
         )
 
-    @property
-    def shared_critic(self) -> bool:
-        """True if the policy's pass for log-probs also gives the critic's values."""
-        critic = self.policy.critic
-        return isinstance(critic, Critic) and critic.reads_last
-
     def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
         """The rollout with log-probs by a full forward pass, and with values of a critic on the policy's trunk.
 
@@ -137,37 +114,25 @@ class RequestEngine:
                 self.sampler.sleep()
             except EngineFailure as failure:
                 raise self.lose(failure, " to free its memory") from failure
-        shared, filtered = self.shared_critic, bool(settings.filters())
-
-        def read(inputs: Inputs) -> dict[str, Tensor]:
-            if not (shared or filtered):
-                return {"logprobs": self.policy.logprobs(inputs, settings.temperature)[0]}
-            outputs = self.policy(inputs, temperature=settings.temperature, entropy=filtered)
-            named = {"logprobs": outputs.logprobs, "values": outputs.values, "entropy": outputs.stats.entropy}
-            return {name: x for name, x in named.items() if x is not None}
-
+        filtered, temperature = bool(settings.filters()), settings.temperature
         with self.precision.no_grad():
-            outputs = read_by_length(rollout, self.budget, read, self.in_step)
+            exact = evaluate_rollout(self.policy, rollout, temperature, self.budget, self.in_step, entropy=filtered)
         if len(rollout.mask) and not (self.sampler.shares_weights or filtered):
             drawn = rollout.mask & (rollout.logprobs != 0)  # not those of `begin`
             require_same_logprobs(
-                (rollout.logprobs - outputs["logprobs"])[drawn].abs(),
+                (rollout.logprobs - exact.logprobs)[drawn].abs(),
                 f"log-probs of rollout.engine {self.sampler.name} are not the policy's in a rollout, though the sync "
                 "before was proven",
                 lambda _: "something else changes its weights, or it samples with settings of its own",
                 bfloat16=self.precision.bfloat16,
-                temperature=settings.temperature,
+                temperature=temperature,
             )
-        return replace(rollout, behavior_logprobs=rollout.logprobs, **outputs)
+        return replace(exact, behavior_logprobs=rollout.logprobs)
 
     def agreed(self) -> AbstractContextManager[None]:
         """A context for sampling a rollout, in which a failure of one process is raised in all."""
         # Not a lack of memory where passes are in step: it may leave the others in one.
         return self.processes.agreed(*FAILURES, *([MemoryError] if self.in_step is None else []))
-
-    def held(self) -> AbstractContextManager[None]:
-        """A context in which this process holds a sharded policy whole, unless processes pass in step."""
-        return gathered(self.policy.lm) if self.in_step is None else nullcontext()
 
     def weights_changed(self) -> None:
         """Sync the sampler with the policy's weights, and prove it, in all processes; shared ones are proven once.
@@ -220,17 +185,15 @@ class RequestEngine:
             raise self.lose(failure) from failure
 
 
-class RequestConversation:
+class RequestConversation(Conversation):
     """Turns of a batch of rows, each a request of its own with all tokens before it."""
 
     def __init__(self, engine: RequestEngine, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor):
         """Start before the first turns; arguments as in `Engine.converse`."""
-        self.engine, self.prompts, self.settings = engine, prompts, settings
-        self.seeds = (uniforms * SEEDS).long()
-        rows = zip(prompts.ids, prompts.mask, strict=True)
-        self.prompt_ids: list[list[int]] = [ids[mask].tolist() for ids, mask in rows]
+        super().__init__(prompts, settings)
+        self.engine, self.seeds = engine, (uniforms * SEEDS).long()
         count = len(self.prompt_ids)
-        self.ids: list[list[int]] = [[] for _ in range(count)]
+        self.sampled: list[list[int]] = [[] for _ in range(count)]
         self.acted: list[list[bool]] = [[] for _ in range(count)]
         self.logprobs: list[list[float]] = [[] for _ in range(count)]
         self.turn_starts = [0] * count
@@ -247,15 +210,15 @@ class RequestConversation:
 
     def left(self, row: int) -> int:
         """Tokens that are left of a row's `max_new_tokens`."""
-        return self.settings.max_new_tokens - len(self.ids[row])
+        return self.settings.max_new_tokens - len(self.sampled[row])
 
     def turn(self, row: int) -> tuple[list[int], bool]:
         """The token ids of a row's last turn, and true if it was cut at its limit."""
-        return self.ids[row][self.turn_starts[row] :], self.truncated[row]
+        return self.sampled[row][self.turn_starts[row] :], self.truncated[row]
 
-    def tokens(self, row: int) -> list[int]:
-        """All token ids of a row so far: prompt, turns and observations."""
-        return self.prompt_ids[row] + self.ids[row]
+    def ids(self, row: int) -> list[int]:
+        """All token ids of a row after its prompt."""
+        return self.sampled[row]
 
     def sample(
         self,
@@ -267,27 +230,24 @@ class RequestConversation:
         """Sample the next turn of some rows, as `engine.Conversation.sample`."""
         requests = []
         for row, observation, limit in zip(rows, observations, limits, strict=True):
-            before = len(self.ids[row]) - self.turn_starts[row] if not self.ends[row] else 0  # tokens of `begin`
+            before = len(self.sampled[row]) - self.turn_starts[row] if not self.ends[row] else 0  # tokens of `begin`
             self._append(row, observation, [0.0] * len(observation), acted=False)
-            self.turn_starts[row] = len(self.ids[row]) - before
+            self.turn_starts[row] = len(self.sampled[row]) - before
             shortest = max(self.settings.min_new_tokens - before, 0)
-            seed = int(self.seeds[row, len(self.ids[row])])
+            seed = int(self.seeds[row, len(self.sampled[row])])
             requests.append(Request(self.tokens(row), min(limit, self.left(row)), shortest, seed, before))
 
         def take(index: int, done: Completion) -> None:
             row = rows[index]
             self._append(row, done.ids, done.logprobs, acted=True)
             if done.versions is not None:
-                gap = len(self.ids[row]) - len(done.ids) - len(self.versions[row])
+                gap = len(self.sampled[row]) - len(done.ids) - len(self.versions[row])
                 self.versions[row] += [-1] * gap + done.versions
             self.truncated[row] = done.truncated
-            self.ends[row].append(len(self.ids[row]) - 1)
+            self.ends[row].append(len(self.sampled[row]) - 1)
             ended(row)
 
         self.engine.complete(requests, self.settings, take)
-
-    def end(self, row: int) -> None:
-        """Do nothing: a row keeps no keys and values."""
 
     def rollout(self) -> Rollout:
         """The rollout of all rows, with log-probs by a full forward pass."""
@@ -297,12 +257,14 @@ class RequestConversation:
             tensors = [torch.tensor(row, dtype=dtype) for row in rows]
             return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
 
-        ends = [[position in at for position in range(len(ids))] for ids, at in zip(self.ids, self.ends, strict=True)]
+        ends = [
+            [position in at for position in range(len(ids))] for ids, at in zip(self.sampled, self.ends, strict=True)
+        ]
         prompts = self.prompts.to(device)
-        sampled = Rollout(
+        rollout = Rollout(
             prompt_ids=prompts.ids,
             prompt_mask=prompts.mask,
-            response_ids=padded(self.ids, torch.long, end),
+            response_ids=padded(self.sampled, torch.long, end),
             mask=padded(self.acted, torch.bool),
             logprobs=padded(self.logprobs, torch.float32),
             values=None,
@@ -310,9 +272,9 @@ class RequestConversation:
             turn_ends=padded(ends, torch.bool),
             versions=padded(self.versions, torch.long, -1) if any(self.versions) else None,
         )
-        return self.engine.exact(sampled, self.settings)
+        return self.engine.exact(rollout, self.settings)
 
     def _append(self, row: int, ids: Sequence[int], logprobs: Sequence[float], *, acted: bool) -> None:
-        self.ids[row] += ids
+        self.sampled[row] += ids
         self.logprobs[row] += logprobs
         self.acted[row] += [acted] * len(ids)

@@ -51,20 +51,18 @@ class EngineFailure(RuntimeError):
 class Progress:
     """The tokens of a request so far, and the search for its end."""
 
-    def __init__(
-        self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()
-    ):
-        """Start without tokens, or after those of an earlier part of the same completion."""
+    def __init__(self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase):
+        """Start without tokens."""
         start = len(request.tokens) - request.started
-        self.before, self.shortest = [*request.tokens[start:], *before], request.shortest
+        self.started, self.shortest = request.tokens[start:], request.shortest
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.search: StopSearch | None = None
         if settings.stop:
-            self.search = StopSearch(settings.stop, tokenizer, request.tokens[:start], searched=len(self.before))
+            self.search = StopSearch(settings.stop, tokenizer, request.tokens[:start], searched=request.started)
 
     def take(self, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> Completion | None:
-        """Append new tokens; returns the completion, without the part before, if it has ended.
+        """Append new tokens; returns the completion, without tokens of the request, if it has ended.
 
         Args:
             ids: the new tokens.
@@ -76,9 +74,9 @@ class Progress:
         """
         self.ids += ids
         self.logprobs += logprobs
-        before = len(self.before)
         if self.search is not None:
-            end = self.search.end(self.before + self.ids, before + self.shortest)
+            before = len(self.started)
+            end = self.search.end(self.started + self.ids, before + self.shortest)
             if end is not None:
                 return Completion(self.ids[: end - before], self.logprobs[: end - before], truncated=False)
         if reason not in (None, "stop", "length"):

@@ -114,7 +114,7 @@ class Ensemble(nn.Module):
     """Separate critics whose values are averaged; each learns from its own rows."""
 
     members: Sequence[Critic]
-    shared, tap = False, None
+    shared, reads_last, tap = False, False, None
 
     def __init__(self, members: Sequence[Critic]):
         super().__init__()

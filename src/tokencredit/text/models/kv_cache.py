@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from tokencredit.text.models.actor_critic import ActorCritic, positions
@@ -23,12 +23,12 @@ def sampling_cache(config: PreTrainedConfig) -> DynamicCache:
     return cache
 
 
-def can_keep_rows(cache: DynamicCache) -> bool:
+def can_keep_rows(cache: Cache) -> bool:
     """True if single rows can be taken out of a cache and put back: every layer holds keys and values of all tokens."""
     return all(type(layer) is SpareCapacityLayer for layer in cache.layers)
 
 
-def take_rows(cache: DynamicCache, slots: Sequence[int], starts: Sequence[int], *, last: bool) -> list[RowCache]:
+def take_rows(cache: Cache, slots: Sequence[int], starts: Sequence[int], *, last: bool) -> list[RowCache]:
     """Copy rows out of a cache that holds tokens; `starts` are their columns of padding.
 
     With `last` the cache is not needed any more, and its layers are freed one by one.
@@ -43,7 +43,7 @@ def take_rows(cache: DynamicCache, slots: Sequence[int], starts: Sequence[int], 
     return rows
 
 
-def put_rows(cache: DynamicCache, rows: Sequence[RowCache | None], lengths: Sequence[int], spare: int) -> None:
+def put_rows(cache: Cache, rows: Sequence[RowCache | None], lengths: Sequence[int], spare: int) -> None:
     """Fill an empty cache with the first tokens of rows from `take_rows`, left-padded to the longest; empties the rows.
 
     Args:
@@ -113,13 +113,16 @@ class SpareCapacityLayer(DynamicLayer):
 
 
 class CachedSteps:
-    """Hidden states of completions, one token per step, with a growing KV cache; a `Steps` of sampling."""
+    """Hidden states of completions, one token per step, with a growing KV cache.
+
+    A slot is a row of the running batch.
+    """
 
     def __init__(self, model: ActorCritic, prompt_mask: Tensor, limit: int):
         """Prepare for prompts with this mask, `[batch, prompt]`, and at most `limit` new tokens."""
         self.model, self.end = model, prompt_mask.shape[1]
         self.attention_mask, self.position_ids = positions(prompt_mask, limit)
-        self.cache = sampling_cache(model.lm.config)
+        self.cache: Cache = sampling_cache(model.lm.config)
         self.rows = torch.arange(len(prompt_mask), device=prompt_mask.device)
 
     def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
@@ -139,12 +142,12 @@ class CachedSteps:
         return self.model.hidden(tokens, mask[self.rows], position_ids[self.rows], self.cache)[:, -1]
 
     def repeat(self, step: Callable[[], None], count: int) -> None:
-        """Run `step` `count` times."""
+        """Run `step`, which calls `next` once, `count` times."""
         for _ in range(count):
             step()
 
     def keep(self, active: list[bool]) -> Tensor | None:
-        """Drop all finished slots; returns the indices of those that stay, None if all do."""
+        """Drop finished slots; returns the indices of those that stay, None if all do."""
         if all(active):
             return None
         slots = torch.tensor(active).nonzero().squeeze(-1).to(self.rows.device)

@@ -50,7 +50,7 @@ SYNCS, SECONDS = 1000, 120
 def engine_of(policy, tokenizer, dtype="float32", ends=ENDS):
     precision = Precision(dtype, CPU)
     sampler = vllm.VllmSampler(policy, tokenizer, ends, precision)
-    return RequestEngine(policy, tokenizer, ends, precision, sampler, report=lambda _: None)
+    return RequestEngine(policy, tokenizer, ends, precision, sampler=sampler, report=lambda _: None)
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ def started(server, tokenizer):
 def engine_of(server, policy, tokenizer, dtype="float32"):
     rollout = RolloutConfig(engine="vllm", server=server.address, server_timeout=300.0)
     sampler = VllmServer(policy, tokenizer, ENDS, rollout)
-    return RequestEngine(policy, tokenizer, ENDS, Precision(dtype, CPU), sampler)
+    return RequestEngine(policy, tokenizer, ENDS, Precision(dtype, CPU), sampler=sampler)
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_another_vocabulary_is_refused(engine):
         other, engine.tokenizer, ENDS, RolloutConfig(engine="vllm", server=engine.sampler.connection.url)
     )
     with pytest.raises(RunStopped, match=r"HTTP 500: .*must hold the run's model, with a vocabulary of 2056"):
-        RequestEngine(other, engine.tokenizer, ENDS, engine.precision, sampler).weights_changed()
+        RequestEngine(other, engine.tokenizer, ENDS, engine.precision, sampler=sampler).weights_changed()
 
 
 def test_a_server_without_the_flag_of_log_probs_is_refused(started, server):

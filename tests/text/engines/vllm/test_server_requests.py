@@ -393,7 +393,7 @@ def test_processes_share_a_server_and_sync_it_together(server, state, policy, mo
 
 def test_evaluations_that_do_not_fit_are_refused_before_a_run(sampler, policy, tokenizer):
     sampler.sync(policy)
-    engine = RequestEngine(policy, tokenizer, [END], Precision("float32", torch.device("cpu")), sampler)
+    engine = RequestEngine(policy, tokenizer, [END], Precision("float32", torch.device("cpu")), sampler=sampler)
     pipeline = SimpleNamespace(engine=engine)
     prompts = Prompts(["one two three"], tokenizer)
     width = prompts.batch(0, 1).ids.shape[1]

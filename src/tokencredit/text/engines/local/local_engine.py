@@ -4,46 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from tokencredit.distributed.processes import Processes
-from tokencredit.distributed.sharding import gathered
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.text.engines.engine import FAILURES
+from tokencredit.text.engines.engine import FAILURES, Conversation, Engine
 from tokencredit.text.engines.local.sampling import Decoding, decode, sample
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.engines.stop_strings import StopSearch
-from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.kv_cache import SPARE_TOKENS, CachedSteps, RowCache, can_keep_rows, put_rows, take_rows
-from tokencredit.text.models.precision import Precision
-from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs
+from tokencredit.text.scoring_passes import evaluate_rollout
 
 
 @dataclass
-class LocalEngine:
+class LocalEngine(Engine):
     """An `Engine` that shares the policy's weights; the same uniforms give bitwise the same rollout."""
 
-    policy: ActorCritic
-    tokenizer: PreTrainedTokenizerBase
-    end_ids: Sequence[int]
-    precision: Precision
-    budget: int | None = None
     decoding: StaticDecoding | None = None
     """Decoding with a static KV cache; None uses a growing one."""
-    in_step: Processes | None = None
-    """Processes that sample in step, since the policy is sharded over them and gathered layer by layer."""
     keeps_support: bool = False
     """Keep the tokens that filters leave (`Rollout.support`) where `top_k` bounds their number."""
-    processes: Processes = field(default_factory=Processes)
-    notes: Sequence[str] = ()
-
-    longest = None
 
     def generate(
         self,
@@ -87,28 +71,15 @@ class LocalEngine:
         if rollout.behavior_logprobs is None:
             rollout = replace(rollout, behavior_logprobs=rollout.logprobs)
         with self.precision.no_grad():
-            if rollout.values is None:
-                logprobs = rollout_logprobs(self.policy, rollout, settings.temperature, self.budget, self.in_step)
-                return replace(rollout, logprobs=logprobs)
             return evaluate_rollout(self.policy, rollout, settings.temperature, self.budget, self.in_step)
-
-    def weights_changed(self) -> None:
-        """Do nothing: the weights are shared."""
-
-    def recover(self) -> None:
-        """Do nothing: it cannot be lost."""
 
     def agreed(self) -> AbstractContextManager[None]:
         """A context for sampling a rollout, in which a failure of one process is raised in all."""
         # A process that fails between steps in step leaves the others in one, where they cannot hear of it.
         return self.processes.agreed(*FAILURES, MemoryError) if self.in_step is None else nullcontext()
 
-    def held(self) -> AbstractContextManager[None]:
-        """A context in which this process holds a sharded policy whole, unless processes sample in step."""
-        return gathered(self.policy.lm) if self.in_step is None else nullcontext()
 
-
-class LocalConversation:
+class LocalConversation(Conversation):
     """Turns of a batch of rows, sampled by the model itself.
 
     A row that waits keeps its own keys and values, without padding. A batch of rows that go on is aligned at the right:
@@ -119,12 +90,11 @@ class LocalConversation:
 
     def __init__(self, engine: LocalEngine, prompts: PromptBatch, settings: SamplingConfig, uniforms: Tensor):
         """Start before the first turns; arguments as in `Engine.converse`, on the model's device."""
-        self.engine, self.prompts, self.settings = engine, prompts, settings
+        super().__init__(prompts, settings)
+        self.engine = engine
         ends = torch.tensor(list(engine.end_ids), device=prompts.ids.device)
         started = [prompts.ids.new_zeros(0)] * len(uniforms)
         self.state = Decoding(uniforms, started, settings, ends, {}, keeps_support=engine.keeps_support)
-        rows = zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)
-        self.prompt_ids: list[list[int]] = [ids[mask].tolist() for ids, mask in rows]
         self.turn_ends = torch.zeros_like(self.state.acted)
         self._kept: dict[int, RowCache] = {}
 
@@ -136,9 +106,9 @@ class LocalConversation:
         """The token ids of a row's last turn, and true if it was cut at its limit."""
         return self.state.ids(row, int(self.state.turn_starts[row])), bool(self.state.truncated[row])
 
-    def tokens(self, row: int) -> list[int]:
-        """All token ids of a row: prompt, turns and observations."""
-        return self.prompt_ids[row] + self.state.ids(row)
+    def ids(self, row: int) -> list[int]:
+        """All token ids of a row after its prompt."""
+        return self.state.ids(row)
 
     def sample(
         self,

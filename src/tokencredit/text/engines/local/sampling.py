@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,27 +23,10 @@ from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.critic import Critic
 from tokencredit.text.models.kv_cache import CachedSteps
 
 CHECK_EVERY = 16
 """Steps between checks for finished completions, on devices other than a CPU; each check is a host sync."""
-
-
-class Steps(Protocol):
-    """Computes hidden states of completions, one token per step. A slot is a row of the running batch."""
-
-    def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
-        """Prefill, each prompt once per `per_prompt` consecutive rows; returns the last states `[slots, width]`."""
-
-    def next(self, tokens: Tensor) -> Tensor:
-        """Run one token `[slots, 1]` per slot; returns the states after them, `[slots, width]`."""
-
-    def repeat(self, step: Callable[[], None], count: int) -> None:
-        """Run `step`, which calls `next` once, `count` times."""
-
-    def keep(self, active: list[bool]) -> Tensor | None:
-        """Drop some or all finished slots; returns the indices of those that stay, None if all do."""
 
 
 class Decoding:
@@ -214,7 +196,7 @@ def sample(
     per_prompt: int = 1,
     started: Sequence[Tensor] | None = None,
     *,
-    steps: Callable[[ActorCritic, Tensor, int], Steps] = CachedSteps,
+    steps: Callable[[ActorCritic, Tensor, int], CachedSteps] = CachedSteps,
     every: int | None = None,
     in_step: Processes | None = None,
     keeps_support: bool = False,
@@ -235,7 +217,7 @@ def sample(
         started: first tokens of each completion, the same for all rows of a prompt; None starts from the prompts.
             Their log-probs and values are 0 in the rollout. Prompts with them are left-padded to the longest, which
             may take up to `limit` columns of context more than prompt and completion.
-        steps: makes the `Steps` from the model, the prompts' mask and the limit of new tokens.
+        steps: makes the `CachedSteps` from the model, the prompts' mask and the limit of new tokens.
         every: steps between checks for finished completions; by default 1 on a CPU and `CHECK_EVERY` elsewhere, where
             each check is a host sync.
         in_step: processes that sample in step, since the model is sharded over them; None samples alone.
@@ -260,7 +242,7 @@ def sample(
 def decode(
     model: ActorCritic,
     state: Decoding,
-    states: Steps,
+    states: CachedSteps,
     hidden: Tensor,
     inputs: Tensor,
     left: int,
@@ -281,7 +263,7 @@ def decode(
         finished: called with the slots that are unfinished, after each check and before finished slots are dropped.
         in_step: as in `sample`; a process that has finished runs one of its slots on until all have.
     """
-    critic = model.critic if isinstance(model.critic, Critic) and model.critic.reads_last else None
+    critic = model.critic if model.critic is not None and model.critic.reads_last else None
     every = (1 if hidden.device.type == "cpu" else CHECK_EVERY) if every is None else every
 
     def draw_after(hidden: Tensor, inputs: Tensor) -> None:

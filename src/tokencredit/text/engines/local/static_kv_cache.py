@@ -79,7 +79,7 @@ class StaticDecoding:
                 head._parameters["weight"] = rounded(head, dtype)["weight"]
 
     def steps(self, model: ActorCritic, prompt_mask: Tensor, limit: int) -> StaticSteps:
-        """`Steps` for prompts with this mask, `[batch, prompt]`, and at most `limit` new tokens."""
+        """The steps for prompts with this mask, `[batch, prompt]`, and at most `limit` new tokens."""
         return StaticSteps(self.policy, model, self.run, prompt_mask, limit)
 
 
@@ -137,8 +137,8 @@ def _sampled(policy: ActorCritic, decoding: StaticDecoding) -> tuple[Tensor, Ten
     return rollout.logprobs, policy.logprobs(rollout.inputs(), 1.0)[0]
 
 
-class StaticSteps:
-    """`Steps` with a static KV cache; the policy itself prefills it."""
+class StaticSteps(CachedSteps):
+    """Steps with a static KV cache; the policy itself prefills it."""
 
     def __init__(
         self,
