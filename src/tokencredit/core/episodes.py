@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypedDict
 
 import torch
@@ -35,10 +36,9 @@ class Steps:
     Attributes:
         rewards: [batch, time].
         values: [batch, time], the value of the state before each step.
-        inside: [batch, time], or [1, time] if it is the same for every row: 1.0 where the next step belongs to the same
-            episode, 0.0 at the last step of an episode.
+        inside: [batch, time], 1.0 where the next step belongs to the same episode, 0.0 at the last step of an episode.
         cut_values: [batch, time], the bootstrap where an episode was truncated and 0 elsewhere; None if none was.
-        lengths: [batch, 1], or [1, 1] if it is the same for every row: number of acted steps.
+        lengths: [batch, 1], number of acted steps.
         order: original time index of each step; None if no step had to move.
     """
 
@@ -84,31 +84,29 @@ def prepare_steps(
     if values is None:
         values = torch.zeros_like(rewards)
         bootstrap = values if bootstrap is None else bootstrap
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     _require_shapes(rewards, values, {"mask": mask, "terminated": terminated, "truncated": truncated}, bootstrap)
     dtype = torch.promote_types(at_least_float32(rewards).dtype, at_least_float32(values).dtype)
-    all_rewards, all_values = rewards.detach().to(dtype), values.detach().to(dtype)
-    acted = None if mask is None else mask.to(dtype)
+    all_rewards, all_values, acted = rewards.detach().to(dtype), values.detach().to(dtype), mask.to(dtype)
     # A product is several times as fast as filling. NaN · 0 is NaN, which the sums below detect; only then fill.
-    rewards = all_rewards if acted is None else all_rewards * acted
-    values = all_values if acted is None else all_values * acted
-    cut = _cut(mask, terminated, truncated)
-    cut_values = None
-    if cut is not None and bootstrap is not None:
-        cut_values = bootstrap.detach().to(dtype).masked_fill(~cut, 0.0)
-    flagged = _flagged(mask, terminated, truncated)
+    rewards, values = all_rewards * acted, all_values * acted
+    flagged, cut, cut_values = _flagged(mask, terminated, truncated), None, None
+    if truncated is not None:
+        cut = truncated & mask if terminated is None else truncated & mask & ~terminated
+        cut_values = None if bootstrap is None else bootstrap.detach().to(dtype).masked_fill(~cut, 0.0)
     early = _early_ends(flagged, mask) if one_episode and flagged is not None else None
 
     # One transfer for all checks that depend on values, since each one stalls a GPU's queue.
-    no_acted, bad_rewards, bad_values, any_cut, bad_cut_values, any_early, any_gap = _any_true(
-        None if mask is None else empty_rows(mask),
+    no_acted, bad_rewards, bad_values, any_gap, any_cut, bad_cut_values, any_early = _any_true(
+        empty_rows(mask),
         ~rewards.sum().isfinite(),
         ~values.sum().isfinite(),
+        mask[:, 1:] & ~mask[:, :-1],
         cut,
         None if cut_values is None else ~cut_values.sum().isfinite(),
         early,
-        None if mask is None else mask[:, 1:] & ~mask[:, :-1],
     )
-    if no_acted and mask is not None:
+    if no_acted:
         require_acted(mask)
     if bad_rewards:
         rewards = zero_outside(all_rewards, mask)
@@ -123,18 +121,7 @@ def prepare_steps(
     if any_early and early is not None:
         row = int(early.any(-1).nonzero()[0])
         raise ValueError(f"row {row} holds several episodes; this estimator scores a row as one")
-
-    # A stable sort moves the acted steps to the front of each row.
-    order = torch.argsort(~mask, dim=-1, stable=True) if any_gap and mask is not None else None
-    if order is not None:
-        rewards, values = rewards.gather(-1, order), values.gather(-1, order)
-        cut_values = None if cut_values is None else cut_values.gather(-1, order)
-        flagged = None if flagged is None else flagged.gather(-1, order)
-    length = rewards.shape[1]
-    lengths = mask.sum(-1, keepdim=True) if mask is not None else torch.full((1, 1), length, device=rewards.device)
-    inside = rewards.new_ones(len(lengths), length) if flagged is None else (~flagged).to(dtype)
-    inside = inside.scatter_(-1, (lengths - 1).expand(len(inside), 1), 0.0)
-    return Steps(rewards, values, inside, cut_values if any_cut else None, lengths, order)
+    return _packed(rewards, values, mask, flagged, cut_values if any_cut else None, any_gap)
 
 
 @torch.no_grad()
@@ -187,13 +174,24 @@ def _require_shapes(rewards: Tensor, values: Tensor, flags: dict[str, Tensor | N
         require_shape("bootstrap", bootstrap, rewards.shape)
 
 
-def _flagged(mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:
+def _flagged(mask: Tensor, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:
     """True where an acted step carries a flag; None if there are no flags."""
-    present = [flags for flags in (terminated, truncated) if flags is not None]
-    if not present:
-        return None
-    flagged = present[0] if len(present) == 1 else present[0] | present[1]
-    return flagged if mask is None else flagged & mask
+    present = [flags & mask for flags in (terminated, truncated) if flags is not None]
+    return reduce(torch.logical_or, present) if present else None
+
+
+def _packed(
+    rewards: Tensor, values: Tensor, mask: Tensor, flagged: Tensor | None, cut_values: Tensor | None, any_gap: bool
+) -> Steps:
+    """The steps, moved to the front of each row if there is a gap between them."""
+    order = torch.argsort(~mask, dim=-1, stable=True) if any_gap else None
+    if order is not None:
+        rewards, values = rewards.gather(-1, order), values.gather(-1, order)
+        cut_values = None if cut_values is None else cut_values.gather(-1, order)
+        flagged = None if flagged is None else flagged.gather(-1, order)
+    lengths = mask.sum(-1, keepdim=True)
+    inside = torch.ones_like(rewards) if flagged is None else (~flagged).to(rewards.dtype)
+    return Steps(rewards, values, inside.scatter_(-1, lengths - 1, 0.0), cut_values, lengths, order)
 
 
 def _any_true(*checks: Tensor | None) -> list[bool]:
@@ -203,19 +201,9 @@ def _any_true(*checks: Tensor | None) -> list[bool]:
     return [False if check is None else next(results) for check in checks]
 
 
-def _cut(mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None) -> Tensor | None:
-    """True where an episode was truncated; None without `truncated`."""
-    if truncated is None:
-        return None
-    cut = truncated if mask is None else truncated & mask
-    return cut if terminated is None else cut & ~terminated
-
-
-def _early_ends(flagged: Tensor, mask: Tensor | None) -> Tensor:
+def _early_ends(flagged: Tensor, mask: Tensor) -> Tensor:
     """True where an episode ends before the last acted step of its row."""
-    time = torch.arange(flagged.shape[1], device=flagged.device)
-    last = time[-1] if mask is None else extents(mask)[:, None] - 1
-    return flagged & (time != last)
+    return flagged & (torch.arange(flagged.shape[1], device=flagged.device) != extents(mask)[:, None] - 1)
 
 
 def _scan_blocks(sums: Tensor, products: Tensor) -> None:
