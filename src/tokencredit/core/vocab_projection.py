@@ -57,6 +57,7 @@ class LogitTransform(NamedTuple):
     dtype: torch.dtype
 
     def cast(self, linear: Linear) -> Linear:
+        """The operands in `dtype`."""
         hidden, weight, bias = linear
         return hidden.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 

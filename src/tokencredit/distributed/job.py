@@ -95,11 +95,9 @@ class Job:
         return TCPStore(address, int(port), self.count, host, limit, wait_for_workers=False, multi_tenant=host)
 
     def _gather(self) -> tuple[str, list[Member]]:
-        """Agree on a name for this start; returns it with the processes.
-
-        A process joins only under its own token, since the store may hold those of killed ones. Process 0 goes on once
-        all processes of one list have answered.
-        """
+        """Agree on a name for this start; returns it with the processes."""
+        # A process joins only under its own token, since the store may hold those of killed ones. Process 0 goes on
+        # once all processes of one list have answered.
         mine = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": token_hex(8)})
         self.memory.set(f"here/{self.rank}", mine)
         here = [f"here/{rank}" for rank in range(self.count)]

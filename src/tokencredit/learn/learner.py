@@ -15,12 +15,12 @@ from tokencredit.core.masked import whiten
 from tokencredit.core.off_policy import correction_stats
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import sharded_in
-from tokencredit.learn.critic_steps import CriticSteps, unclipped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.histogram import follow_returns, histogram_heads
 from tokencredit.learn.minibatches import micro_batches, minibatches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
+from tokencredit.learn.return_buffer import ReturnBuffer
 from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
 from tokencredit.learn.training_mode import training, training_modules
@@ -61,10 +61,10 @@ class Learner:
         self.lockstep = processes if sharded_in(model) else None
         """The processes, if all must make equal numbers of passes."""
         self.passes = passes
-        self.critic = CriticSteps(passes, optimizer, settings, generator, processes, self.lockstep, self._locate)
         self.histograms = histogram_heads(model)
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.training_modules = training_modules(model)
+        self.critic = CriticSteps(self)
 
     def set_rates(self, iteration: int) -> dict[str, float]:
         """Set the learning rates of an iteration, counted from 1; returns them by metric name."""
@@ -109,7 +109,7 @@ class Learner:
                 *losses, grad_norm = torch.stack([*(micro.loss for micro in record), norm]).tolist()
                 if not self.processes.all(math.isfinite(sum(losses) + grad_norm)):
                     bad_steps += 1
-                    on_step(whitened, self._locate(minibatch))
+                    on_step(whitened, self.locate(minibatch))
                     continue
                 records.append(record)
                 # The update ends before the step of a policy that is already too far away; NaN counts as too far.
@@ -228,7 +228,7 @@ class Learner:
         return StepRecord(total, parts, outputs.logprobs, part.logprobs, mask, clipped, stats)
 
     @torch.no_grad()
-    def _locate(self, minibatch: Experience) -> NonFiniteUpdate:
+    def locate(self, minibatch: Experience) -> NonFiniteUpdate:
         """Find the first row and loss term of a failed minibatch that are not finite, one row at a time."""
         assert minibatch.rows is not None
         first, names = (-1, -1), []
@@ -248,3 +248,71 @@ class Learner:
             if term >= 0:
                 return NonFiniteUpdate(names[term].removesuffix("_in_update").replace("_", " "), place)
         return NonFiniteUpdate("gradient", None)
+
+
+class CriticSteps:
+    """Steps that minimise the value loss alone: after the joint steps of an update, and before the first iteration.
+
+    They change only the critic's own parameters.
+    """
+
+    def __init__(self, learner: Learner):
+        """Take the steps of this learner."""
+        self.learner, self.settings, self.processes = learner, learner.settings, learner.processes
+        self.buffer = ReturnBuffer(self.settings.critic_buffer, learner.passes.critic_inputs)
+
+    def passes(self, experience: Experience, objective: Objective) -> list[tuple[Experience, Objective]]:
+        """Experience and objective of each pass; buffered experiences go unclipped, since their values are stale."""
+        earlier = [(buffered, unclipped(objective)) for buffered in self.buffer.experiences]
+        return [*earlier, (experience, objective)] * self.settings.critic_epochs
+
+    def run(
+        self, experience: Experience, passes: Iterable[tuple[Experience, Objective]], on_step: OnStep
+    ) -> tuple[dict[str, float], int]:
+        """Take the steps of `passes`; returns `critic_steps` and `critic_value_loss`, and the number of skipped steps.
+
+        The buffer keeps `experience`. `on_step` is called after each minibatch, and may raise.
+        """
+        losses: list[float] = []
+        bad_steps = 0
+        for source, objective in passes:
+            shuffled = self.settings.minibatches, self.learner.generator, self.processes
+            for minibatch in minibatches(source, objective, *shuffled):
+                loss, grad_norm = self.gradient(minibatch, objective)
+                if not self.processes.all(math.isfinite(loss + grad_norm)):
+                    bad_steps += 1
+                    buffered_error = NonFiniteUpdate("value loss of an earlier batch", None)
+                    on_step(minibatch, self.learner.locate(minibatch) if source is experience else buffered_error)
+                    continue
+                self.learner.optimizer.step()
+                losses.append(loss)
+                on_step(minibatch, None)
+        if self.settings.critic_buffer and not bad_steps:
+            self.buffer.add(experience)
+        if not losses:
+            return {}, bad_steps
+        last = losses[-self.settings.minibatches :]
+        return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
+
+    def gradient(self, minibatch: Experience, objective: Objective) -> tuple[float, float]:
+        """Compute the clipped value-loss gradient of the critic's own parameters; returns loss and gradient norm.
+
+        Bypasses the model's data-parallel wrapper, which would wait for the gradient of every parameter.
+        """
+        parameters, losses = self.learner.parameters, []
+        drop_gradients(parameters)
+        for part in micro_batches(minibatch, self.settings.micro_batch_tokens, self.learner.lockstep):
+            value_loss = MicroBatchLoss(objective, part).value_loss(self.learner.passes.critic(part.inputs))
+            value_loss = value_loss if part.real else 0 * value_loss
+            self.processes.backward(value_loss)
+            losses.append(value_loss.detach())
+        self.processes.average_gradients(parameters)
+        norm = clip_gradients(parameters, self.settings.max_grad_norm)
+        total = self.processes.sum(torch.stack(losses).sum())
+        loss, grad_norm = torch.stack([total, norm]).tolist()
+        return loss, grad_norm
+
+
+def unclipped(objective: Objective) -> Objective:
+    """The objective without value clipping."""
+    return replace(objective, value_clip=None)

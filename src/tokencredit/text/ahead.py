@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tokencredit.errors import EngineLost
-from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.stream import BatchStream
@@ -55,23 +55,17 @@ class SamplesAhead(CurrentPolicy):
         self,
         pipeline: Pipeline,
         stream: BatchStream,
-        settings: RolloutConfig,
+        args: PPOConfig,
         report: Callable[[str], None],
-        *,
-        recompute: bool = True,
     ):
-        """Sample nothing yet.
-
-        `report` is called with a line when a sampler has failed; with `recompute` the update needs log-probs of the
-        policy at its start.
-        """
+        """Sample nothing yet; `report` is called with a line when a sampler has failed."""
         super().__init__(pipeline, stream)
-        self.settings, self.report = settings, report
+        self.settings, self.report = args.rollout, report
         critic = pipeline.policy.critic
         self.scores = (
-            recompute
+            args.off_policy.proximal == "recomputed"
             or pipeline.reference is not None
-            or bool(settings.filters())
+            or bool(args.rollout.filters())
             or (critic is not None and critic.reads_last)
         )
         """True if a full pass of the policy scores each batch; false if nothing reads what it computes."""

@@ -136,8 +136,7 @@ class Credit:
         return rollout.mask & ~(rollout.truncated.unsqueeze(1) & self.args.ppo.mask_truncated)
 
     def _weights(self, rollout: Rollout) -> Tensor | None:
-        """Importance weights of the tokens, constant in an update; None without `off_policy.correct`, and where an
-        interpolated proximal policy changes them."""
+        """Importance weights of the tokens; None without a correction, or if they change with the proximal policy."""
         args = self.args.off_policy
         if args.correct == "none" or args.proximal == "interpolated":
             return None
@@ -200,13 +199,11 @@ class Credit:
     def _estimate(
         self, scored: Batch, score_rewards: Tensor, kl_rewards: Tensor, args: AdvantageConfig
     ) -> tuple[Tensor, Tensor]:
-        """Compute advantages and returns.
-
-        A group's normalisation excludes the KL: A = (s − mean s) / (std s + 1e-4) − β (KL − mean KL). If it were
-        divided too, a group with equal scores, common with sparse rewards, would get advantages of noise.
-        """
+        """Compute advantages and returns."""
         rollout = scored.rollout
         options = args.options() | {"baseline": self.baseline.mean, "group_size": self.args.rollout.per_prompt}
+        # A group's normalisation excludes the KL: A = (s − mean s) / (std s + 1e-4) − β (KL − mean KL). If it were
+        # divided too, a group with equal scores, common with sparse rewards, would get advantages of noise.
         if args.estimator == "group_relative" and args.scale:
             advantages, returns = estimate(args.estimator, score_rewards, options=options, mask=rollout.mask)
             options["scale"] = False

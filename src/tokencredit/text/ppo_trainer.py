@@ -44,13 +44,15 @@ from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
 from tokencredit.text.models.model_loading import check_origin, origin, upload
 from tokencredit.text.models.precision import choose_precision
-from tokencredit.text.models.run_models import save_policy
+from tokencredit.text.models.run_models import Models, save_policy
 from tokencredit.text.models.sharded_loading import Sharding
 from tokencredit.text.pipeline import Stages, UnusableBatch, count_step
 from tokencredit.text.ppo_learner import build_learner
 from tokencredit.text.ppo_setup import overview
 from tokencredit.text.pretraining import Pretraining
+from tokencredit.text.rewards.calls import Term
 from tokencredit.text.scoring_passes import rollout_logprobs
+from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import episode_events
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ class PPOTrainer:
         played = environment_factory is not None or bool(tools)
         setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset, played)
         if model is not None:
-            name = model if isinstance(model, str) else run_models.name_of(model)
+            name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", ""))
             args = replace(args, model=replace(args.model, name=name))
         self.args = args
         self.processes = Processes(args.run.timeout)
@@ -123,7 +125,13 @@ class PPOTrainer:
             models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named, sharding)
             setup.check_columns(terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
-        self.policy, self.reference = models.policy, models.reference
+        self._assemble(models, terms, environments, callbacks)
+
+    def _assemble(
+        self, models: Models, terms: list[Term], environments: Environments | None, callbacks: list[object]
+    ) -> None:
+        """Put what is loaded together."""
+        args, self.policy, self.reference = self.args, models.policy, models.reference
         self.sharded = is_sharded(self.policy.lm)
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
         self.notes = [*models.notes, *self.pipeline.engine.notes, *setup.remarks(args, sharded=self.sharded)]
@@ -140,8 +148,7 @@ class PPOTrainer:
         self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
         self.source = CurrentPolicy(self.pipeline, self.stream)
         if args.rollout.max_age:
-            recompute = args.off_policy.proximal == "recomputed"
-            self.source = SamplesAhead(self.pipeline, self.stream, args.rollout, self.record.event, recompute=recompute)
+            self.source = SamplesAhead(self.pipeline, self.stream, args, self.record.event)
         self.pretrained: dict[str, float] | None = None
         """Metrics of value pretraining; empty if there is none, None before it."""
         self.reported: set[str] = set()

@@ -82,6 +82,7 @@ class CompletionAuditor:
     group: int = 1
     """Minimum group size of group estimators; the first completion of each group is audited."""
 
+    @preserved()  # a reward may draw from the global generators
     def audit(self, number: int) -> Audit:
         """Audit fresh completions; each iteration `number` has its own.
 
@@ -91,10 +92,6 @@ class CompletionAuditor:
             UnusableBatch: a log-probability, KL, value or reward is not finite, in any process.
             RewardError: a reward could not be computed.
         """
-        with preserved():  # a reward may draw from the global generators
-            return self._audit(number)
-
-    def _audit(self, number: int) -> Audit:
         # Fresh completions in whole groups, seeded by the iteration and the process.
         started, args, processes = time.perf_counter(), self.credit.args, self.pipeline.processes
         group = max(self.group, args.rollout.per_prompt)

@@ -141,11 +141,9 @@ def manager_of(lm: Any, requests: Sequence[Request], settings: SamplingConfig, *
 
 
 def _draw_alone(manager: Any, seed: int) -> None:
-    """Let a manager draw from a generator of its own, and leave the global one as it is.
-
-    The global one belongs to the trainer's thread: evaluations set it, and gradient checkpointing sets it back to where
-    it was, so that tokens would be drawn with the same numbers again.
-    """
+    """Let a manager draw from a generator of its own, and leave the global one as it is."""
+    # That one belongs to the trainer's thread: evaluations set it, and gradient checkpointing sets it back to where it
+    # was, so that tokens would be drawn with the same numbers again.
     manager.distributed_helper.set_tp_seed = lambda *_: None
     manager.batch_processor = manager._create_batch_processor()
     generator = torch.Generator(manager.model.device).manual_seed(seed)

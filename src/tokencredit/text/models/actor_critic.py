@@ -207,10 +207,7 @@ class ActorCritic(nn.Module):
         return self._outputs(inputs, extent, states)
 
     def _outputs(self, inputs: Inputs, extent: Extent, states: Tensor | None = None) -> CriticOutputs:
-        """The critic's outputs at sampled tokens, values 0 elsewhere; `states` are the inputs of a shared critic.
-
-        An ensemble's values are the mean over its members or, with `member` in the inputs, those of the row's member.
-        """
+        """The critic's outputs at sampled tokens, values 0 elsewhere; `states` are the inputs of a shared critic."""
         assert self.critic is not None
         members, mask = self.critic.members, inputs["mask"]
         # Every critic reads every row, and their values are averaged.
@@ -279,11 +276,8 @@ class ActorCritic(nn.Module):
     def _read(
         self, trunk: nn.Module, inputs: Inputs, extent: Extent, run: Callable[..., tuple[Tensor, ...]]
     ) -> list[Tensor]:
-        """States that `run` computes before each response token, 0 past the longest response.
-
-        Columns that are padding in every row are skipped.
-        """
-        # The last response token is no input: nothing is predicted from it.
+        """States that `run` computes before each response token, 0 past the longest response."""
+        # Columns that are padding in every row are skipped. The last response token is no input: nothing follows it.
         length, padding, response_ids = extent.length, extent.padding, inputs["response_ids"]
         prompt_ids, prompt_mask = inputs["prompt_ids"][:, padding:], inputs["prompt_mask"][:, padding:]
         input_ids = torch.cat([prompt_ids, response_ids[:, : length - 1]], dim=1)

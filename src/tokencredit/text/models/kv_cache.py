@@ -37,9 +37,14 @@ def take_rows(cache: Cache, slots: Sequence[int], starts: Sequence[int], *, last
     for layer in cache.layers:
         assert isinstance(layer, SpareCapacityLayer)
         for row, slot, start in zip(rows, slots, starts, strict=True):
-            row.append(layer.row(slot, start))
+            row.append(
+                cast(
+                    KeysAndValues,
+                    tuple(x[slot, :, start:].clone() for x in (layer.keys, layer.values) if x is not None),
+                )
+            )
         if last:
-            layer.clear()
+            layer.keys, layer.values, layer.buffers = None, None, [None, None]
     return rows
 
 
@@ -87,17 +92,6 @@ class SpareCapacityLayer(DynamicLayer):
             buffer[..., seen:length, :] = new
         self.keys, self.values = (torch.narrow(buffer, -2, 0, length) for buffer in self.buffers if buffer is not None)
         return self.keys, self.values
-
-    def row(self, slot: int, start: int) -> KeysAndValues:
-        """A copy of a row from a column on."""
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys[slot, :, start:].clone(), self.values[slot, :, start:].clone()
-
-    def clear(self) -> None:
-        """Free the memory; the layer can be used no longer."""
-        self.keys = self.values = None
-        self.buffers = [None, None]
 
     def fill(self, rows: Sequence[KeysAndValues | None], lengths: Sequence[int], spare: int) -> None:
         """Take the first tokens of rows, left-padded to the longest, with room for `spare` more."""

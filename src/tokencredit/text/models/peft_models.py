@@ -142,10 +142,8 @@ def attach(lm: PreTrainedModel, model: Any) -> None:
 
 
 def _wrapped(lm: PreTrainedModel) -> Any:
-    """A PEFT model around a language model that Transformers has adapted, with the same adapter weights.
-
-    PEFT can only adapt the layers again, with a new adapter, into which the weights are loaded.
-    """
+    """A PEFT model around a language model that Transformers has adapted, with the same adapter weights."""
+    # PEFT can only adapt the layers again, with a new adapter, into which the weights are loaded.
     peft, name = peft_library(), active_adapter(lm)
     config = lm.peft_config[name]
     check_kind(config)

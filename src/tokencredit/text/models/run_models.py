@@ -55,11 +55,6 @@ class Models:
     """Processes that sample in step, or make the full passes of a rollout in step, if `sharding.sampling` is layers."""
 
 
-def name_of(model: torch.nn.Module) -> str:
-    """The name or folder that a model was loaded from; empty if it was not."""
-    return str(getattr(getattr(model, "config", None), "_name_or_path", ""))
-
-
 def load_start(
     args: ModelConfig,
     model: str | torch.nn.Module | None = None,

@@ -155,14 +155,7 @@ class LocalConversation(Conversation):
     def _resume(
         self, rows: Sequence[int], texts: Sequence[Sequence[int]], before: Sequence[int], limit: int
     ) -> tuple[CachedSteps, Tensor, Tensor]:
-        """Run the tokens of rows that are not in their caches; returns the steps, the last states, and these tokens.
-
-        Args:
-            rows: indices of the rows.
-            texts: all token ids of each.
-            before: their number before the observation.
-            limit: most tokens to come.
-        """
+        """Run what is not in the rows' caches, of `before` tokens at most; returns steps, states and these tokens."""
         policy, device = self.engine.policy, self.prompts.ids.device
         # A stop string, found late, may have cut tokens that are in the cache; the last one must run in any case.
         kept = [self._kept.pop(row, None) for row in rows]

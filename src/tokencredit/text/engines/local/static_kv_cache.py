@@ -67,10 +67,8 @@ class StaticDecoding:
                 copy._parameters.update(module._parameters)
 
     def _round(self, dtype: torch.dtype) -> None:
-        """Round the weights that autocast would round at each step.
-
-        For the vocabulary projection that is the weight alone, on a GPU; see `core.vocab_projection.project`.
-        """
+        """Round the weights that autocast would round at each step."""
+        # Of the vocabulary projection that is the weight alone, on a GPU; see `core.vocab_projection.project`.
         head = self.model.lm.get_output_embeddings()
         for module in matrix_layers(self.model.lm):
             if module is not head:

@@ -183,11 +183,7 @@ def rows_of(policy: ActorCritic) -> int:
 
 
 def _start(policy: ActorCritic, precision: Precision, memory: float, in_job: bool) -> Any:
-    """vLLM's engine for a model, with random weights; in a job of several processes each has its own.
-
-    Raises:
-        ConfigError: vLLM cannot be imported, or does not run this model.
-    """
+    """vLLM's engine for a model, with random weights; in a job of several processes each has its own."""
     config = deepcopy(policy.lm.config)
     config.architectures = [kind_of(policy.lm).__name__]
     on_gpu = precision.device.type == "cuda"
