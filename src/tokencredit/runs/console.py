@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, too_noisy
+from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, text_parts, too_noisy
 from tokencredit.runs.diagnosis import Finding
 from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in, shortened
 from tokencredit.runs.transcript import Line, acted, transcript
@@ -168,15 +168,17 @@ class Screen:
         for column in ("estimator", "correlation", "95 % interval", "sign agreement"):
             table.add_column(column, justify="left" if column == "estimator" else "right")
         for label, figures in credit["estimators"].items():
-            correlation, signs = figures["correlation"], figures["sign_agreement"]["value"]
+            signs = figures["sign_agreement"]["value"]
+            agreement = "not known" if signs is None else f"{signs:.0%}"
             style = "bold" if label == credit["shown"] else None
-            table.add_row(label, _number(correlation["value"]), _range(correlation), _percent(signs), style=style)
+            table.add_row(label, *text_parts(figures["correlation"]), agreement, style=style)
         self.console.print(table)
         if critic is not None:
-            explained, error = critic["explained_variance"], critic["rmse"]["value"]
+            explained, interval = text_parts(critic["explained_variance"])
+            error, constant = (text_parts(critic[name])[0] for name in ("rmse", "constant_rmse"))
             self.say(
-                f"the critic explains {_number(explained['value'])} (95 % interval {_range(explained)}) of the true "
-                f"values' variance; RMSE {_number(error)}, best constant {_number(critic['constant_rmse']['value'])}"
+                f"the critic explains {explained} (95 % interval {interval or 'not known'}) of the true values' "
+                f"variance; RMSE {error}, best constant {constant}"
             )
             if caution := critic_caution(critic):
                 self.say(caution)
@@ -192,19 +194,6 @@ class Screen:
             self.say(f"  {finding.evidence}")
             self.say(f"  {finding.meaning}")
             self.say(f"  What to change: {finding.advice}.")
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.0%}"
-
-
-def _range(figure: Mapping[str, float | None]) -> str:
-    low, high = figure["low"], figure["high"]
-    return "unknown" if low is None or high is None else f"{low:.2f} to {high:.2f}"
 
 
 def _audited(metrics: Mapping[str, float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from math import isfinite
@@ -21,7 +21,6 @@ from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.run_kind import Source
-from tokencredit.text.batch import Batch
 from tokencredit.text.data.prompts import PromptBatch, Prompts, load_prompts
 from tokencredit.text.evaluation import describe, load_pipeline
 from tokencredit.text.models.model_loading import max_prompt_length
@@ -167,7 +166,9 @@ def collect_pairs(
     groups, per_batch = options.groups or len(prompts.kept), max(options.batch_size // options.samples, 1)
     uniforms, noise = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(2 * seed + 1)
     pairs = Pairs()
-    for first in with_progress(range(0, groups, per_batch), -(-groups // per_batch)):
+    console = Console(stderr=True)
+    starts, hidden = range(0, groups, per_batch), not console.is_terminal
+    for first in track(starts, "sampling", console=console, transient=True, disable=hidden):
         count = min(per_batch, groups - first)
         batch = prompts.batch(first * options.samples, count * options.samples, options.samples)
         shape = (options.samples, sampling.max_new_tokens)
@@ -177,28 +178,18 @@ def collect_pairs(
             rollout, completions = sampled.rollout, sampled.completions
             rewards: list[float | None] = [0.0] * len(completions)
         else:
-            scored = scored_completions(pipeline, batch, sampling, numbers, options.samples)
-            rollout, completions, rewards = scored.rollout, scored.completions, rewards_of(scored)
+            try:
+                scored = pipeline.collect(batch, sampling, numbers, options.samples)
+            except UnusableBatch as error:
+                raise RunStopped(str(error)) from error
+            rollout, completions = scored.rollout, scored.completions
+            # No reward where no term applies.
+            applies = [any(x is not None for x in values) for values in zip(*scored.terms.values(), strict=True)]
+            rewards = [x if some else None for x, some in zip(scored.totals().tolist(), applies, strict=True)]
         pairs.counts["completions"] += len(completions)
         pairs.counts["truncated"] += int(rollout.truncated.sum())
         pairs.add(batch, completions, rollout.truncated.tolist(), rewards, options, noise)
     return pairs
-
-
-def scored_completions(
-    pipeline: Pipeline, batch: PromptBatch, sampling: SamplingConfig, uniforms: torch.Tensor, samples: int
-) -> Batch:
-    """As `Pipeline.collect`; raises `RunStopped` for a model whose log-probs are not finite."""
-    try:
-        return pipeline.collect(batch, sampling, uniforms, samples)
-    except UnusableBatch as error:
-        raise RunStopped(str(error)) from error
-
-
-def rewards_of(scored: Batch) -> list[float | None]:
-    """The reward of each completion; None where no term applies."""
-    applies = [any(value is not None for value in values) for values in zip(*scored.terms.values(), strict=True)]
-    return [reward if some else None for reward, some in zip(scored.totals().tolist(), applies, strict=True)]
 
 
 def write_pairs(source: Source, which: str, reference: Source | None, options: PairsOptions, out: Path) -> Pairs:
@@ -245,9 +236,3 @@ def write_pairs(source: Source, which: str, reference: Source | None, options: P
         if number:
             print(f"{name:<24} {number}")
     return pairs
-
-
-def with_progress(starts: Iterable[int], total: int) -> Iterable[int]:
-    """The batches, with a progress bar on a terminal."""
-    console = Console(stderr=True)
-    return track(starts, "sampling", total, console=console, transient=True, disable=not console.is_terminal)
