@@ -34,7 +34,6 @@ from costs import (
 
 from tokencredit import PPOConfig
 from tokencredit.tools.plan.plan import make_plan
-from tokencredit.tools.plan.work import Options
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "RESULTS.md", HERE.parent / "docs" / "gpu.md"
@@ -129,7 +128,7 @@ def planned(shape: Shape, critic: str, settings: Mapping[str, Any]) -> str:
         config_of(shape).save_pretrained(folder)
         batch = {"rollout.batch_size": BATCH.rows, "rollout.max_new_tokens": BATCH.new, "critic.kind": critic}
         config = PPOConfig.from_dict({"model.name": folder, **batch, **settings})
-        plan = make_plan(config, Options(prompt_tokens=BATCH.prompt, time=False, device="cuda"))
+        plan = make_plan(config, prompt_tokens=BATCH.prompt, time=False, device="cuda")
     card = plan.cards[plan.peak[0]]
     return f"{plan.peak[1] / 1e9:.1f} ({'none' if card is None else card})"
 

@@ -50,6 +50,15 @@ MODELS = {
     "medium": gpt2(8, 512, 8, 8_000),
     "small": gpt2(12, 768, 12, 50_257),
     "qwen": qwen3(8, 384, 6, 3, 1_152, 32_000),
+    "llama": {**qwen3(8, 384, 6, 3, 1_152, 32_000), "model_type": "llama"},
+    "gemma2": {
+        **qwen3(6, 384, 6, 3, 1_152, 32_000),
+        "model_type": "gemma2",
+        "sliding_window": 64,
+        "query_pre_attn_scalar": 64,
+    },
+    "mixtral": {**qwen3(4, 256, 4, 2, 512, 16_000), "model_type": "mixtral", "num_local_experts": 4},
+    "neox": {**qwen3(6, 384, 6, 6, 1_536, 20_000), "model_type": "gpt_neox", "max_position_embeddings": 1024},
 }
 RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "shared critic, float32": ("mini", 1, 16, {"rollout.batch_size": 32, "rollout.max_new_tokens": 48}),
@@ -108,6 +117,31 @@ RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
             "critic.kind": "none",
             "advantage.estimator": "group_relative",
         },
+    ),
+    "larger batch": ("medium", 1, 32, {"rollout.batch_size": 96, "rollout.max_new_tokens": 96}),
+    "Llama, LoRA, separate critic": (
+        "llama",
+        1,
+        32,
+        {
+            "rollout.batch_size": 16,
+            "rollout.max_new_tokens": 96,
+            "model.lora.rank": 8,
+            "critic.kind": "separate",
+        },
+    ),
+    "Gemma 2, sliding window": ("gemma2", 1, 32, {"rollout.batch_size": 16, "rollout.max_new_tokens": 160}),
+    "Mixtral, micro-batches": (
+        "mixtral",
+        1,
+        32,
+        {"rollout.batch_size": 32, "rollout.max_new_tokens": 96, "ppo.micro_batch_tokens": 1024},
+    ),
+    "GPT-NeoX, exact KL": (
+        "neox",
+        1,
+        32,
+        {"rollout.batch_size": 24, "rollout.max_new_tokens": 96, "kl.place": "loss", "kl.estimator": "full"},
     ),
     "2 processes": ("medium", 2, 32, {"rollout.batch_size": 16, "rollout.max_new_tokens": 96}),
     "2 processes, sharded": (

@@ -146,15 +146,12 @@ def plan(options: Options) -> None:
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
     from transformers.utils.logging import disable_progress_bar
 
-    from tokencredit.tools.plan import work
     from tokencredit.tools.plan.plan import make_plan
     from tokencredit.tools.plan.show import show, write
 
     disable_progress_bar()
-    lengths = options.tokens, options.prompt_tokens
-    made = make_plan(
-        config, work.Options(options.processes, *lengths, not options.no_time, options.device, options.memory)
-    )
+    chosen = {name: getattr(options, name) for name in ("processes", "tokens", "prompt_tokens", "device", "memory")}
+    made = make_plan(config, time=not options.no_time, **chosen)
     show(made)
     if out is not None:
         write(made, out)

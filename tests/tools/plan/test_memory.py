@@ -8,13 +8,10 @@ from transformers import AutoConfig
 
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.learn.state import trainable
-from tokencredit.text.models.precision import Precision
-from tokencredit.tools.plan.live_memory import LiveMemory
-from tokencredit.tools.plan.memory import measure, update_parts
-from tokencredit.tools.plan.model_skeletons import build_skeletons
+from tokencredit.tools.plan.memory import LiveMemory, measure, update_parts
 from tokencredit.tools.plan.passes import Passes
 from tokencredit.tools.plan.plan import make_plan
-from tokencredit.tools.plan.work import Options, plan_work
+from tokencredit.tools.plan.work import plan_work
 
 SMALL = {"rollout.batch_size": 8, "rollout.max_new_tokens": 12, "model.dtype": "float32", "run.iterations": 3}
 SMALL |= {"reward": [{"function": "length"}], "rollout.stop_at_eos": False}
@@ -32,7 +29,7 @@ FAMILIES = {
 
 
 def work_of(settings=None, **options):
-    return plan_work(PPOConfig.from_dict(SMALL | (settings or {})), Options(**options))
+    return plan_work(PPOConfig.from_dict(SMALL | (settings or {})), **options)
 
 
 def family(kind, folder, settings=None, **options):
@@ -44,12 +41,9 @@ def family(kind, folder, settings=None, **options):
 def live_update(work):
     """The peak of an update of a real model, by the same count of live storages, without fake tensors."""
     torch.manual_seed(0)
-    policy, reference = build_skeletons(work)
-    weights = {x.untyped_storage()._cdata for x in (*policy.parameters(), *policy.buffers())}
-    passes = Passes(work, policy, reference, Precision(work.dtype, torch.device("cpu")))
-    shares = type("Whole", (), {"bytes": staticmethod(lambda tensors: sum(x.nbytes for x in tensors))})
-    with LiveMemory(work, weights, policy.lm.get_output_embeddings().weight.shape) as live:
-        return sum(update_parts(live, passes, shares).values())
+    passes = Passes(work, torch.device("cpu"))
+    with LiveMemory(work, [*passes.policy.parameters(), *passes.policy.buffers()]) as live:
+        return sum(update_parts(live, passes, elsewhere=0).values())
 
 
 @pytest.mark.slow
@@ -77,8 +71,8 @@ def test_an_update_on_fake_tensors_takes_the_memory_of_a_real_one(kind, dtype, t
 )
 def test_the_tensors_of_a_run_have_the_planned_sizes(settings, tmp_path):
     config = PPOConfig.from_dict(SMALL | settings | {"run.dir": str(tmp_path / "run"), "run.trackers": []})
-    plan = make_plan(config, Options(time=False))
-    kept = plan.parts["kept"]
+    plan = make_plan(config, time=False)
+    kept = plan.sizes.parts["kept"]
     trainer = PPOTrainer(args=config)
     trainer.iteration(1)
     critic, reference = trainer.policy.critic, trainer.reference
@@ -88,7 +82,7 @@ def test_the_tensors_of_a_run_have_the_planned_sizes(settings, tmp_path):
     assert sum(x.nbytes for values in state for x in values.values() if x.dim()) == kept["moments"]
     own = 0 if reference is trainer.policy else sum(p.nbytes for p in reference.parameters())
     assert own == kept["reference"]
-    assert sum(p.numel() for p in trainable(trainer.policy)) == plan.trained
+    assert sum(p.numel() for p in trainable(trainer.policy)) == plan.sizes.trained
 
 
 def test_a_growing_cache_has_the_capacity_of_a_real_one(tmp_path):
@@ -127,7 +121,7 @@ def test_processes_share_the_rows_and_the_sharded_tensors():
 def test_an_ensemble_and_an_exact_kl_are_measured():
     plain = measure(work_of()).parts["update"]
     exact = measure(work_of({"kl.place": "loss", "kl.estimator": "full"})).parts
-    assert exact["update"]["logits"] >= plain["logits"]
+    assert exact["update"]["activations and gradients"] >= plain["activations and gradients"]
     members = measure(work_of({"critic.kind": "separate", "critic.members": 2, "critic.clip": None}))
     one = measure(work_of({"critic.kind": "separate"}))
     assert members.parts["kept"]["critic"] == 2 * one.parts["kept"]["critic"]

@@ -1,30 +1,99 @@
-"""The passes of a run's iteration over random rows: timed on real models, measured on fake ones."""
+"""A run's models from their configurations alone, and the passes of its iteration: timed on random weights, measured on
+fake tensors."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from tokencredit.core.vocab_projection import TokenStats
-from tokencredit.learn.training_mode import training, training_modules
+from tokencredit.distributed.processes import Processes
+from tokencredit.learn.training_mode import disable_noise, training, training_modules
+from tokencredit.settings.model import ModelConfig
 from tokencredit.text.engines.local.sampling import Decoding
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding, static_obstacle
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
+from tokencredit.text.models.adapters import add_adapter, lora_config
+from tokencredit.text.models.architecture import attention_of, cut_layers, layer_limit, trunk_of
+from tokencredit.text.models.critic import build_critic, saved_start
 from tokencredit.text.models.kv_cache import CachedSteps
-from tokencredit.text.models.precision import Precision
-from tokencredit.tools.plan.work import Batch, Work
+from tokencredit.text.models.model_loading import as_config_error, base_model, fuse_gelu, resolve
+from tokencredit.text.models.peft_models import saved_config
+from tokencredit.text.models.precision import Precision, round_frozen
+from tokencredit.text.models.run_models import Models, enable_checkpointing
+from tokencredit.text.ppo_learner import build_learner
+from tokencredit.tools.plan.work import Batch, Work, base_config
+
+
+def build_skeletons(work: Work) -> tuple[ActorCritic, ActorCritic | None]:
+    """The policy with its adapter and critic, and the reference model if it is one of its own; or `ConfigError`."""
+    config, args = work.config, work.config.critic
+    lm, reference, adapter = causal_lm(work.lm_config, config.model), None, adapter_config(config.model)
+    rounds = work.half and not work.sharded
+    if config.kl.coef > 0 and adapter is None:
+        reference = ActorCritic(causal_lm(work.lm_config, config.model)).requires_grad_(False)
+        if rounds:
+            round_frozen(reference.lm)
+    trunks = [critic_trunk(work) for _ in range(args.members if args.kind == "separate" else 0)]
+    if adapter is not None:
+        add_adapter(lm, adapter, "model.lora")
+        if rounds and work.device == "cuda":
+            round_frozen(lm)
+    if config.model.gradient_checkpointing:
+        for part in (lm, *trunks):
+            enable_checkpointing(part)
+    init = "zeros" if args.init == "saved" else args.init
+    critic, _ = build_critic(replace(args, name=None, init=init), config.model, lm, trunks)
+    return ActorCritic(lm, critic), reference
+
+
+def causal_lm(sizes: Any, args: ModelConfig, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """A language model of this configuration, or a trunk, prepared as a loaded one is."""
+    with as_config_error(f"a language model from {args.name!r}"):
+        # A copy, since cutting a trunk's layers changes its configuration.
+        sizes = copy.deepcopy(sizes)
+        model: PreTrainedModel = kind.from_config(sizes, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
+    fuse_gelu(model)
+    disable_noise(model, dropout=not args.dropout)
+    model.eval()
+    return model
+
+
+def adapter_config(args: ModelConfig) -> Any:
+    """The PEFT configuration of the trained adapter; None if the whole model is trained."""
+    if args.lora.rank:
+        return lora_config(args.lora)
+    folder = resolve(args.name, "policy")
+    return None if args.adapter == "merge" or base_model(args.name, folder) is None else saved_config(folder)
+
+
+def critic_trunk(work: Work) -> PreTrainedModel:
+    """The trunk of a separate critic: a saved one's, the one of `critic.name`, or the policy's."""
+    args, model = work.config.critic, work.config.model
+    saved = saved_start(args, model)
+    name = str(saved[0].trunk) if saved and saved[0].trunk is not None else args.name
+    if name is None:
+        trunk = trunk_of(causal_lm(work.lm_config, model))
+    else:
+        trunk = causal_lm(base_config(model, name), model, AutoModel)
+    if (limit := layer_limit(args.layers, trunk)) is not None:
+        cut_layers(trunk, limit)
+    for module in attention_of(trunk) if args.freeze == "attention" else ():
+        module.requires_grad_(False)
+    return trunk
 
 
 class SumOfLogprobs:
-    """A loss with the cost of the run's."""
+    """A loss with the cost of the run's, `additive` like it: if false, several chunks are projected twice."""
 
     def __init__(self, additive: bool):
-        """Store `PolicyLoss.additive` of the run's loss; if false, several chunks are projected twice."""
         self.additive = additive
 
     def __call__(self, now: TokenStats, at: slice) -> Tensor:  # noqa: ARG002  (the PolicyLoss protocol)
@@ -32,32 +101,34 @@ class SumOfLogprobs:
         return torch.stack([x.sum() for x in now if x is not None]).sum()
 
 
-@dataclass(frozen=True)
 class Passes:
-    """Passes of a run's models."""
+    """Passes of a run's models over random rows."""
 
-    work: Work
-    policy: ActorCritic
-    reference: ActorCritic | None
-    precision: Precision
-
-    @property
-    def static(self) -> bool:
-        """True for decoding with a static KV cache."""
-        return self.work.static_cache and static_obstacle(self.policy) is None
+    def __init__(self, work: Work, device: torch.device):
+        """Build the models on a device."""
+        self.work, self.precision = work, Precision(work.dtype, device)
+        with device:
+            self.policy, self.reference = build_skeletons(work)
+        models = Models(self.policy, self.reference, cast(Any, None), self.precision, [])
+        self.optimizer = build_learner(work.config, models, Processes()).optimizer
+        cache = work.config.rollout.cache
+        static = cache == "static" or (cache == "auto" and work.device == "cuda")
+        self.static = static and not work.sharded and static_obstacle(self.policy) is None
 
     def inputs(self, rows: int, batch: Batch) -> Inputs:
-        """Rows of random tokens; the first begins with padding if prompts differ in length."""
+        """Rows of random tokens; the first begins with padding."""
         device, vocabulary = self.precision.device, self.work.lm_config.get_text_config().vocab_size
         prompt_mask = torch.ones(rows, batch.prompt, dtype=torch.bool, device=device)
-        if self.work.padded and batch.prompt > 1:
-            prompt_mask[0, 0] = False
-        return {
+        prompt_mask[0, : batch.prompt > 1] = False
+        inputs = {
             "prompt_ids": torch.randint(vocabulary, (rows, batch.prompt), device=device),
             "prompt_mask": prompt_mask,
             "response_ids": torch.randint(vocabulary, (rows, batch.new), device=device),
             "mask": torch.ones(rows, batch.new, dtype=torch.bool, device=device),
         }
+        if self.work.config.critic.members > 1:
+            inputs["member"] = torch.zeros(rows, dtype=torch.long, device=device)
+        return inputs
 
     def score(self, model: ActorCritic, inputs: Inputs) -> None:
         """Log-probs of a model, without gradients."""
@@ -73,31 +144,21 @@ class Passes:
         """Forward and backward pass of policy and critic."""
         config = self.work.config
         loss, kl = SumOfLogprobs(additive=config.ppo.loss != "gspo"), None
-        if self.work.exact_kl:
-            kl, hidden = self.reference or self.policy, self.work.lm_config.get_text_config().hidden_size
+        if hidden := self.work.reference_width:
+            kl = self.reference or self.policy
             inputs = inputs | {"ref_hidden": torch.zeros(*inputs["mask"].shape, hidden)}
         with training(training_modules(self.policy)), self.precision.updates():
             with self.precision.autocast():
                 outputs = self.policy(inputs, config.rollout.temperature, loss, config.ppo.entropy_coef > 0, kl)
             (outputs.policy_loss + (0 if outputs.values is None else outputs.values.sum())).backward()
 
-    def train_critic(self, inputs: Inputs) -> None:
-        """Forward and backward pass of the critic alone."""
-        with training(training_modules(self.policy)), self.precision.updates():
-            with self.precision.autocast():
-                values = self.policy.critic_outputs(inputs).values
-            values.sum().backward()
-
     @contextmanager
     def sampling(self, batch: Batch) -> Iterator[Sampling]:
         """A rollout of this batch, with its copy of the weights for static decoding."""
         decoding = StaticDecoding(self.policy) if self.static else None
-        with self.precision.no_grad():
-            if decoding is None:
-                yield Sampling(self, batch, self.policy, CachedSteps)
-                return
-            with decoding.weights() as model:
-                yield Sampling(self, batch, model, decoding.steps)
+        weights = nullcontext(self.policy) if decoding is None else decoding.weights()
+        with self.precision.no_grad(), weights as model:
+            yield Sampling(self, batch, model, CachedSteps if decoding is None else decoding.steps)
 
 
 class Sampling:

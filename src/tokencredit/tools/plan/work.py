@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import load_prompts
@@ -27,23 +26,8 @@ from tokencredit.text.ppo_setup import check_batch_size
 
 SURVEYED = 1024
 """Prompts whose tokens are counted; a data set's further ones are taken to be alike."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of `tokencredit plan` beside the run's configuration."""
-
-    processes: int = 1
-    tokens: int | None = None
-    """Mean length of completions; None for the longest possible."""
-    prompt_tokens: int | None = None
-    """Tokens of the prompts; None counts them."""
-    time: bool = True
-    """Estimate the time, by a calibration on this machine."""
-    device: Literal["cpu", "cuda"] | None = None
-    """None for the device of this machine."""
-    memory: float | None = None
-    """Bytes of a device that this machine does not have."""
+Device = Literal["cpu", "cuda"]
+UNPLANNED = "not planned: rewards, environments, engines other than local, evaluations, audits, pretraining, compiling"
 
 
 @dataclass(frozen=True)
@@ -70,12 +54,10 @@ class Work:
     """With the longest prompt and completion: for memory."""
     mean: Batch
     """With mean lengths: for time."""
-    padded: bool
-    """Prompts differ in length, so that attention has a mask."""
-    device: Literal["cpu", "cuda"]
+    device: Device
     dtype: Dtype
     config: PPOConfig
-    options: Options
+    processes: int
     assumptions: list[str]
     """Lines for the user: lengths that were assumed, and parts that are not planned."""
 
@@ -92,24 +74,14 @@ class Work:
     @property
     def sharded(self) -> bool:
         """True if models are sharded over several processes."""
-        return self.config.run.shard == "full" and self.options.processes > 1
+        return self.config.run.shard == "full" and self.processes > 1
 
     @property
-    def exact_kl(self) -> bool:
-        """True if updates read the reference's hidden states."""
+    def reference_width(self) -> int:
+        """Width of the reference's hidden states, if updates read them for an exact KL; else 0."""
         kl = self.config.kl
-        return kl.estimator == "full" and kl.place == "loss" and kl.coef > 0
-
-    @property
-    def static_cache(self) -> bool:
-        """True for decoding with a static KV cache, if the model supports it."""
-        cache = self.config.rollout.cache
-        return not self.sharded and (cache == "static" or (cache == "auto" and self.device == "cuda"))
-
-    @property
-    def critic_epochs(self) -> int:
-        """Passes of the critic alone over a batch, buffered ones included."""
-        return self.config.critic.epochs * (1 + self.config.critic.buffer)
+        exact = kl.estimator == "full" and kl.place == "loss" and kl.coef > 0
+        return self.lm_config.get_text_config().hidden_size if exact else 0
 
     @property
     def minibatch_rows(self) -> int:
@@ -122,50 +94,45 @@ class Work:
         return rows if budget is None else max(min(rows, budget // batch.length), 1)
 
 
-def plan_work(config: PPOConfig, options: Options) -> Work:
-    """The work of a run; reads the model's configuration, its tokenizer and the prompts, and no weights.
-
-    Raises:
-        ConfigError: as the run would, for a model, prompts or a batch that cannot be used; or the model cannot be
-            planned.
-    """
+def plan_work(
+    config: PPOConfig,
+    processes: int = 1,
+    tokens: int | None = None,
+    prompt_tokens: int | None = None,
+    device: Device | None = None,
+) -> Work:
+    """The work of a run, from the model's configuration, its tokenizer and the prompts, without weights."""
     lm_config, longest, assumptions = base_config(config.model), config.rollout.max_new_tokens, []
-    check_batch_size(config, options.processes)
-    if options.tokens is not None and options.tokens > longest:
-        raise ConfigError(f"--tokens is {options.tokens}; it must be at most rollout.max_new_tokens, {longest}")
-    if options.tokens is None and (config.rollout.stop_at_eos or config.rollout.stop):
+    check_batch_size(config, processes)
+    if tokens is not None and tokens > longest:
+        raise ConfigError(f"--tokens is {tokens}; it must be at most rollout.max_new_tokens, {longest}")
+    if tokens is None and (config.rollout.stop_at_eos or config.rollout.stop):
         assumptions.append(
             f"every completion has {longest} tokens, rollout.max_new_tokens; --tokens gives their mean length"
         )
-    device, dtype = options.device or this_device(), config.model.dtype
-    if device != this_device() and config.model.dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-        assumptions.append(f"model.dtype auto: {dtype} on a {device} device that this machine does not have")
-    elif dtype == "auto":
-        half, reason = choose_for_device(torch.device(device))
+    device, dtype = device or this_device(), config.model.dtype
+    if dtype == "auto":
+        half, reason = device == "cuda", f"on a {device} device that this machine does not have"
+        if device == this_device():
+            half, reason = choose_for_device(torch.device(device))
         dtype = "bfloat16" if half else "float32"
         assumptions.append(f"model.dtype auto: {dtype}, {reason}")
-    lengths = prompt_lengths(config, lm_config, options)
-    rows, mean = -(-config.rollout.batch_size // options.processes), round(sum(lengths) / len(lengths))
+    lengths = [prompt_tokens] if prompt_tokens is not None else prompt_lengths(config, lm_config)
+    rows, mean = -(-config.rollout.batch_size // processes), round(sum(lengths) / len(lengths))
     return Work(
         lm_config,
         Batch(rows, max(lengths), longest),
-        Batch(rows, mean, options.tokens or longest),
-        len(set(lengths)) > 1,
+        Batch(rows, mean, tokens or longest),
         device,
         dtype,
         config,
-        options,
-        assumptions + unplanned(config),
+        processes,
+        [*assumptions, UNPLANNED],
     )
 
 
 def base_config(args: ModelConfig, name: str | None = None) -> Any:
-    """Transformers' configuration of `model.name` or another model or, for an adapter, of the model below it.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
+    """Transformers' configuration of `model.name` or another model or, for an adapter, of the model below it."""
     name = name or args.name
     folder = resolve(name, "policy")
     if (below := base_model(name, folder)) is not None:
@@ -174,14 +141,8 @@ def base_config(args: ModelConfig, name: str | None = None) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
 
 
-def prompt_lengths(config: PPOConfig, lm_config: Any, options: Options) -> list[int]:
-    """Tokens of the run's first prompts.
-
-    Raises:
-        ConfigError: an environment makes the prompts, and `--prompt_tokens` is not set; or as `load_prompts`.
-    """
-    if options.prompt_tokens is not None:
-        return [options.prompt_tokens]
+def prompt_lengths(config: PPOConfig, lm_config: Any) -> list[int]:
+    """Tokens of the run's first prompts."""
     if config.several_turns():
         raise ConfigError("the environment makes the prompts, whose length is unknown before; give --prompt_tokens")
     lm = cast(Any, SimpleNamespace(config=lm_config))
@@ -191,26 +152,7 @@ def prompt_lengths(config: PPOConfig, lm_config: Any, options: Options) -> list[
     return [int(length) for length in mask.sum(1).tolist()]
 
 
-def this_device() -> Literal["cpu", "cuda"]:
+def this_device() -> Device:
     """The kind of device that a run would compute on; every accelerator counts as a GPU."""
     off = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
     return "cuda" if torch.accelerator.is_available() and not off else "cpu"
-
-
-def unplanned(config: PPOConfig) -> list[str]:
-    """Lines about parts of a run that are not planned."""
-    engine = config.rollout.engine
-    models = [source for kind, source in (term.source() for term in config.reward) if kind != "function"]
-    parts = {
-        f"memory and time of the reward models {', '.join(models)}": bool(models),
-        "time of reward functions": any(isinstance(term, FunctionTerm) for term in config.reward),
-        "time of the environment and its tools": config.several_turns(),
-        "evaluations (eval.every)": config.eval.every > 0,
-        "audits (audit.every)": config.audit.every > 0,
-        "continuations (critic.continuations)": config.critic.continuations > 0,
-        "pretraining of the critic (critic.pretrain)": config.critic.pretrain > 0,
-        "torch.compile (model.compile)": config.model.compile,
-        f"memory and time of the sampling engine {engine} (rollout.engine)": engine != "local",
-    }
-    left_out = [part for part, used in parts.items() if used]
-    return [f"not planned: {', '.join(left_out)}"] if left_out else []
