@@ -35,7 +35,7 @@ def contestant(engine: str, folder: Path) -> Callable[[int], int]:
     from tokencredit.distributed.processes import Processes
     from tokencredit.settings.model import ModelConfig
     from tokencredit.settings.rollout import RolloutConfig
-    from tokencredit.settings.run_kind import Source
+    from tokencredit.settings.run_kind import ModelSource
     from tokencredit.settings.text import PPOConfig
     from tokencredit.text.data.prompts import PromptBatch
     from tokencredit.text.engines.building import build_engine
@@ -44,7 +44,7 @@ def contestant(engine: str, folder: Path) -> Callable[[int], int]:
     name = "local" if engine == "generate" else engine
     rollout = RolloutConfig(max_new_tokens=NEW, engine=name, batch_size=ROWS)
     config = PPOConfig(model=ModelConfig(name=str(folder / "policy"), dtype="float32"), rollout=rollout)
-    models = load_source(Source(str(folder), config, None, False), "policy", Processes())
+    models = load_source(ModelSource(str(folder), config, None, False), "policy", Processes())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, (ROWS, PROMPT), generator=generator)
     mask = torch.ones_like(ids, dtype=torch.bool)

@@ -13,7 +13,7 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.run_kind import Source, read_config
+from tokencredit.settings.run_kind import ModelSource, read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_source
@@ -97,10 +97,12 @@ def test_the_folder_that_it_leaves_is_an_adapter_of_the_same_base(first, second)
 
 def test_its_base_is_the_model_with_the_adapter_that_it_started_from(first, second):
     config = read_config(second / "config.yaml", PPOConfig)
-    base, policy = (evaluate_source(Source(str(second), config, second), which) for which in ("base", "policy"))
+    base, policy = (evaluate_source(ModelSource(str(second), config, second), which) for which in ("base", "policy"))
     assert base["eval/kl"] == pytest.approx(0, abs=1e-4)
     assert policy["eval/kl"] > 1e-3
-    own = evaluate_source(Source(str(first[0]), read_config(first[0] / "config.yaml", PPOConfig), first[0]), "policy")
+    own = evaluate_source(
+        ModelSource(str(first[0]), read_config(first[0] / "config.yaml", PPOConfig), first[0]), "policy"
+    )
     assert base["eval/reward"] == pytest.approx(own["eval/reward"], abs=1e-4)
     assert load(second, "base").generate(n=2) == load(first[0]).generate(n=2)
 
@@ -200,8 +202,8 @@ def test_a_run_that_merges_begins_where_the_adapter_ended(rank, first, tmp_path)
         assert not (run / which / "adapter_config.json").exists()
     assert main(["train", "--resume", str(run), "--run.iterations", "4"]) == 0
     config = read_config(run / "config.yaml", PPOConfig)
-    assert evaluate_source(Source(str(run), config, run), "base")["eval/kl"] == pytest.approx(0, abs=1e-4)
-    assert evaluate_source(Source(str(run), config, run), "policy")["eval/kl"] > 1e-4
+    assert evaluate_source(ModelSource(str(run), config, run), "base")["eval/kl"] == pytest.approx(0, abs=1e-4)
+    assert evaluate_source(ModelSource(str(run), config, run), "policy")["eval/kl"] > 1e-4
 
 
 def test_a_frozen_model_is_refused_before_a_run_begins(tmp_path):

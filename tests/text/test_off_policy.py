@@ -18,7 +18,7 @@ from tokencredit.runs.diagnosis.policy_checks import ROUNDING_KL
 from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import OffPolicyConfig, RolloutConfig, SamplingConfig
-from tokencredit.settings.run_kind import Source, with_engine
+from tokencredit.settings.run_kind import ModelSource, with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig
 from tokencredit.text.batch import Batch, behavior_metrics
@@ -136,7 +136,7 @@ def test_off_policy_bounds_must_be_in_order():
 def test_commands_that_only_sample_ask_for_no_other_logprobs():
     """`tokencredit evaluate RUN --dtype float32`, of a run in bfloat16."""
     run = PPOConfig.from_dict({"model.dtype": "bfloat16", "off_policy.correct": "clip"})
-    config = EvaluateOptions(dtype="float32").configure(Source("runs/first", run, scored=True), ())
+    config = EvaluateOptions(dtype="float32").configure(ModelSource("runs/first", run, scored=True), ())
     assert config.model.dtype == "float32"
     run = PPOConfig.from_dict(
         {"model.dtype": "float32", "rollout.engine": "continuous", "off_policy.proximal": "behavior"}

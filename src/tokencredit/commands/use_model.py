@@ -13,7 +13,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.command_line import POSITIVE_FLOAT, POSITIVE_INT, SEED, Options, Parser, checked, new_command
 from tokencredit.settings.reader import build
 from tokencredit.settings.rollout import EngineName
-from tokencredit.settings.run_kind import Source, read_policy_config, read_source, run_config_file, with_engine
+from tokencredit.settings.run_kind import ModelSource, read_policy_config, read_source, run_config_file, with_engine
 from tokencredit.tools.scoring_options import EvaluateOptions
 
 
@@ -157,7 +157,7 @@ def which_of(options: Options) -> str:
     return "base" if options.base else "best" if options.best else "policy"
 
 
-def from_python(source: Source) -> list[str]:
+def from_python(source: ModelSource) -> list[str]:
     """Names of the arguments from Python that a source's run began with; none without a run."""
     return [] if source.run is None else read_python(source.run)
 

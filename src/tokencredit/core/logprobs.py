@@ -18,7 +18,7 @@ from tokencredit.core.vocab_projection import (
     ChunkedStats,
     Linear,
     LogitTransform,
-    Request,
+    ProjectionRequest,
     TokenLoss,
     TokenStats,
 )
@@ -240,7 +240,7 @@ def _kernel_inputs(
     temperature: float = 1.0,
     softcap: float | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor | None, Linear, Request]:
+) -> tuple[Tensor | None, Linear, ProjectionRequest]:
     """Check the arguments; returns the indices of the rows that the mask keeps, and the request for those rows."""
     require_positive("temperature", temperature)
     if chunk is not None:
@@ -267,7 +267,7 @@ def _kernel_inputs(
     if chunk is None:
         logits = CHUNK_LOGITS if weight.device.type == "cpu" else CHUNK_LOGITS_ON_ACCELERATORS
         chunk = max(logits // max(weight.shape[0], 1), MIN_CHUNK)
-    return kept, (_gather(hidden, kept), weight, bias), Request(targets, ref, transform, int(chunk), entropy)
+    return kept, (_gather(hidden, kept), weight, bias), ProjectionRequest(targets, ref, transform, int(chunk), entropy)
 
 
 def _require_projection(prefix: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -86,7 +86,7 @@ class LogitTransform(NamedTuple):
         return z if self.temperature == 1.0 else z.div_(self.temperature)
 
 
-class Request(NamedTuple):
+class ProjectionRequest(NamedTuple):
     """What to compute from a projection."""
 
     targets: Tensor | None
@@ -104,7 +104,7 @@ class Request(NamedTuple):
 class Projection:
     """Operands of a request, and the memory that all chunks share: allocating per chunk is slow."""
 
-    def __init__(self, linear: Linear, request: Request, gradient: bool = False) -> None:
+    def __init__(self, linear: Linear, request: ProjectionRequest, gradient: bool = False) -> None:
         """Cast the operands and allocate, also for gradients in half precision if there are to be any."""
         transform = request.transform
         self.request, self.linear = request, transform.operands(linear)
@@ -243,7 +243,7 @@ class ChunkedStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, request: Request
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, request: ProjectionRequest
     ) -> tuple[Tensor | None, ...]:
         """The statistics, each `[rows]` or None."""
         with torch.autocast(hidden.device.type, enabled=False):
@@ -276,7 +276,7 @@ class ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        request: Request,
+        request: ProjectionRequest,
         loss: TokenLoss,
         additive: bool,
         needs_grad: bool,

@@ -200,7 +200,7 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """A model to sample from."""
 
     name: str
@@ -213,7 +213,7 @@ class Source:
     """True if the configuration has the prompts and rewards of a run of `tokencredit train`."""
 
 
-def read_source(name: str, no_code: bool = False) -> Source:
+def read_source(name: str, no_code: bool = False) -> ModelSource:
     """The source of a run's or a model's folder, or of a hub id; nothing is loaded. `no_code` as in `read_config`.
 
     Raises:
@@ -228,7 +228,7 @@ def read_source(name: str, no_code: bool = False) -> Source:
                 f"{name!r} is neither a run's folder nor a model's: it has neither config.yaml nor "
                 f"{' or '.join(MODEL_FILES)}"
             )
-        return Source(name, plain(ModelConfig(name=name)))
+        return ModelSource(name, plain(ModelConfig(name=name)))
     settings = read_yaml(folder / "config.yaml")
     run_kind = run_kind_of(settings) if isinstance(settings, Mapping) else None
     if run_kind is REWARD_MODEL:
@@ -238,8 +238,8 @@ def read_source(name: str, no_code: bool = False) -> Source:
         )
     if run_kind is not None and run_kind in OFFLINE:
         offline: Any = read_config(folder / "config.yaml", run_kind.config, no_code)
-        return Source(name, plain(ModelConfig(**vars(offline.model))), folder)
-    return Source(name, read_config(folder / "config.yaml", PPOConfig, no_code), folder, scored=True)
+        return ModelSource(name, plain(ModelConfig(**vars(offline.model))), folder)
+    return ModelSource(name, read_config(folder / "config.yaml", PPOConfig, no_code), folder, scored=True)
 
 
 def read_policy_config(run: Path, no_code: bool = False) -> PPOConfig:

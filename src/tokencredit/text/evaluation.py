@@ -18,7 +18,7 @@ from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.run_kind import Source
+from tokencredit.settings.run_kind import ModelSource
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, KLConfig
 from tokencredit.text.batch import Batch, text_metrics
@@ -92,7 +92,9 @@ def measure(scored: Batch, best_of: int, processes: Processes) -> dict[str, floa
     return metrics
 
 
-def evaluate_source(source: Source, which: str = "policy", reference: Source | None = None) -> dict[str, float]:
+def evaluate_source(
+    source: ModelSource, which: str = "policy", reference: ModelSource | None = None
+) -> dict[str, float]:
     """Evaluate a model like a run's own evaluations, print one line per metric, and return the metrics.
 
     Args:
@@ -121,7 +123,7 @@ def evaluate_source(source: Source, which: str = "policy", reference: Source | N
 
 
 def load_pipeline(
-    source: Source, which: str, reference: Source | None, processes: Processes
+    source: ModelSource, which: str, reference: ModelSource | None, processes: Processes
 ) -> tuple[Models, Pipeline]:
     """A source's models and pipeline with its reward terms; arguments and errors as in `evaluate_source`."""
     config, kl = source.config, source.config.kl
@@ -133,7 +135,7 @@ def load_pipeline(
     return models, replace(build_pipeline(config, models, terms, processes, environments), kl=kl)
 
 
-def describe(source: Source, which: str, reference: Source | None, prompts: PromptsConfig) -> dict[str, Any]:
+def describe(source: ModelSource, which: str, reference: ModelSource | None, prompts: PromptsConfig) -> dict[str, Any]:
     """A source, its rewards and seed, and prompts, in plain dicts for a file of results."""
     config = source.config
     return {
@@ -147,7 +149,7 @@ def describe(source: Source, which: str, reference: Source | None, prompts: Prom
 
 
 def write_metrics(
-    file: Path, source: Source, which: str, reference: Source | None, metrics: Mapping[str, float]
+    file: Path, source: ModelSource, which: str, reference: ModelSource | None, metrics: Mapping[str, float]
 ) -> None:
     """Write an evaluation's metrics with its settings as JSON; null replaces a metric that is not finite."""
     config = source.config

@@ -18,7 +18,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.runs.untrusted import accept_any_bytes, visible, visible_lines
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.run_kind import Source, with_engine
+from tokencredit.settings.run_kind import ModelSource, with_engine
 from tokencredit.text.data.prompts import Prompt, PromptBatch, Prompts
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_source
@@ -83,7 +83,7 @@ def user(message: str) -> dict[str, Any]:
 
 
 def load_speaker(
-    source: Source, which: str, max_new_tokens: int | None, temperature: float | None, seed: int
+    source: ModelSource, which: str, max_new_tokens: int | None, temperature: float | None, seed: int
 ) -> Speaker:
     """Load a model for a chat.
 

@@ -13,7 +13,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import EnvironmentConfig, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import check, refuse_unused, setting
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, SamplingConfig
-from tokencredit.settings.run_kind import Source, refuse_foreign_code, with_engine
+from tokencredit.settings.run_kind import ModelSource, refuse_foreign_code, with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import MAX_SEED, KLConfig, StopConfig
 
@@ -94,7 +94,7 @@ class ScoringOptions:
         longest = given.get("max_new_tokens", own.max_new_tokens)
         return replace(own, **given, min_new_tokens=min(own.min_new_tokens, longest))
 
-    def configure(self, source: Source, python: Collection[str], no_code: bool = False) -> PPOConfig:
+    def configure(self, source: ModelSource, python: Collection[str], no_code: bool = False) -> PPOConfig:
         """The source's configuration with prompts, rewards, seed and dtype that are given.
 
         Args:
@@ -153,7 +153,7 @@ class EvaluateOptions(ScoringOptions):
         played = self.env.factory is not None or (key == "env" and bool(self.tools))
         return played or super().given(key)
 
-    def configure(self, source: Source, python: Collection[str], no_code: bool = False) -> PPOConfig:
+    def configure(self, source: ModelSource, python: Collection[str], no_code: bool = False) -> PPOConfig:
         """As `ScoringOptions.configure`, with the settings of the evaluation."""
         if self.given("env"):
             run = source.config
@@ -202,7 +202,7 @@ class PairsOptions(ScoringOptions):
             if self.pairs == "unranked" and getattr(self, key):
                 raise ConfigError(f"{key} is given, which has no effect with pairs: unranked; leave one of them out")
 
-    def configure(self, source: Source, python: Collection[str], no_code: bool = False) -> PPOConfig:
+    def configure(self, source: ModelSource, python: Collection[str], no_code: bool = False) -> PPOConfig:
         """As `ScoringOptions.configure`; refuses runs of several turns."""
         config = super().configure(source, python, no_code)
         if config.several_turns():

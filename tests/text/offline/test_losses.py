@@ -14,7 +14,7 @@ from tokencredit.learn.training_mode import training
 from tokencredit.settings.model import TunedModelConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.offline.offline_losses import Loss
+from tokencredit.text.offline.offline_losses import OfflineLoss
 from tokencredit.text.offline.offline_setup import load_examples, load_model
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ def built(config, rows):
     model = load_model(config)
     examples, held_out, _ = load_examples(config, model, rows, None)
     assert held_out == []
-    return model, examples, Loss(config, model.lm, model.tokenizer, CPU)
+    return model, examples, OfflineLoss(config, model.lm, model.tokenizer, CPU)
 
 
 def logprobs(lm, ids):

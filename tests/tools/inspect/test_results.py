@@ -8,12 +8,12 @@ from tokencredit.errors import ConfigError
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.tools.inspect.parts import read_parts
 from tokencredit.tools.inspect.question import Text
-from tokencredit.tools.inspect.readings import Pair, changes, compare, effective_rank, rounded, unchanged
+from tokencredit.tools.inspect.readings import ModelPair, changes, compare, effective_rank, rounded, unchanged
 
 
 @pytest.fixture
 def pair(models, tokenizer, ids):
-    return Pair("it", *models, tokenizer, Text(ids, 4))
+    return ModelPair("it", *models, tokenizer, Text(ids, 4))
 
 
 def test_all_readings_of_one_pair(pair, ids):
@@ -70,7 +70,7 @@ def test_the_parts_in_the_file_add_up(pair):
 
 def test_models_that_are_the_same(gpt2, tokenizer, ids):
     parts = gpt2[0]
-    result = compare(Pair("it", parts, parts, tokenizer, Text(ids, 4)), others=[Text(ids + 7, 4)])
+    result = compare(ModelPair("it", parts, parts, tokenizer, Text(ids, 4)), others=[Text(ids + 7, 4)])
     assert result["answer"]["sentence"] == "No weight changed: the two models are the same."
     assert result["question"]["change"] == 0
     assert {x["share"] for x in result["patching"]["components"]} == {None}
@@ -80,7 +80,7 @@ def test_models_that_are_the_same(gpt2, tokenizer, ids):
 def test_a_critic_of_an_inner_layer(gpt2, tokenizer, ids):
     torch.manual_seed(1)
     critic = Critic(build_value_head("linear", 32, "default"), tap=1)
-    read = compare(Pair("it", *gpt2, tokenizer, Text(ids, 4)), critic=critic)["critic"]
+    read = compare(ModelPair("it", *gpt2, tokenizer, Text(ids, 4)), critic=critic)["critic"]
     assert read["final"] == read["values"][1]
     assert read["note"].startswith("the value head was trained on layer 1, of the policy's trunk")
 
@@ -88,7 +88,7 @@ def test_a_critic_of_an_inner_layer(gpt2, tokenizer, ids):
 def test_attention_that_is_not_returned(gpt2, tokenizer, ids):
     parts = gpt2[1]
     parts.layers[0].attention.register_forward_hook(lambda _module, _args, output: (output[0], None), prepend=True)
-    assert compare(Pair("it", *gpt2, tokenizer, Text(ids, 4)))["attention"]["heads"] == []
+    assert compare(ModelPair("it", *gpt2, tokenizer, Text(ids, 4)))["attention"]["heads"] == []
 
 
 @pytest.mark.parametrize("change", [{"num_hidden_layers": 3}, {"hidden_size": 16}, {"num_attention_heads": 2}])
@@ -96,19 +96,19 @@ def test_other_shapes_are_refused(gpt2, tokenizer, ids, change):
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
     other = read_parts("other", random_lm("gpt2", tokenizer, **shape | change))
     with pytest.raises(ConfigError, match="has other shapes than 'it'"):
-        Pair("it", other, gpt2[1], tokenizer, Text(ids, 4))
+        ModelPair("it", other, gpt2[1], tokenizer, Text(ids, 4))
 
 
 def test_a_model_is_left_as_it_was(gpt2, tokenizer, ids):
     before = [deepcopy(parts.lm.state_dict()) for parts in gpt2]
-    compare(Pair("it", *gpt2, tokenizer, Text(ids, 4)))
+    compare(ModelPair("it", *gpt2, tokenizer, Text(ids, 4)))
     for parts, state in zip(gpt2, before, strict=True):
         assert all(torch.equal(x, state[name]) for name, x in parts.lm.state_dict().items())
         assert all(p.grad is None for p in parts.lm.parameters())
 
 
 def test_a_token_without_a_text_is_shown_by_its_number(gpt2, tokenizer, ids):
-    pair = Pair("it", *gpt2, tokenizer, Text(ids, 4))
+    pair = ModelPair("it", *gpt2, tokenizer, Text(ids, 4))
     assert pair.words([len(tokenizer) + 5, int(ids[0])]) == [f"<{len(tokenizer) + 5}>", tokenizer.decode([int(ids[0])])]
 
 

@@ -19,7 +19,7 @@ from tokencredit.learn.rng import preserved
 from tokencredit.learn.state import trainable
 from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
-from tokencredit.settings.run_kind import Source
+from tokencredit.settings.run_kind import ModelSource
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import build_adapter
@@ -244,7 +244,7 @@ def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenize
         critic.save_head(folder, number)
 
 
-def load_source(source: Source, which: str, processes: Processes, *, reference: bool = False) -> Models:
+def load_source(source: ModelSource, which: str, processes: Processes, *, reference: bool = False) -> Models:
     """Load a run's or a named model to sample from, without a critic; arguments as in `load_run_models`.
 
     Raises:
@@ -263,7 +263,7 @@ def load_source(source: Source, which: str, processes: Processes, *, reference: 
     return Models(policy, None, tokenizer, precision, notes)
 
 
-def with_reference(models: Models, reference: Source, processes: Processes) -> Models:
+def with_reference(models: Models, reference: ModelSource, processes: Processes) -> Models:
     """The models with the policy of another source, of the same vocabulary, as the reference model."""
     other = load_source(reference, "policy", processes)
     check_same_ids(f"--reference is {reference.name!r}", other.tokenizer, models.tokenizer)

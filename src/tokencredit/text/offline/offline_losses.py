@@ -41,7 +41,7 @@ LEFT_OUT = ("num_tokens", "logits/chosen", "logits/rejected", "epoch", "step")
 """TRL's metrics that runs do not record."""
 
 
-class Loss:
+class OfflineLoss:
     """The loss of one of TRL's trainers, of SFTTrainer, RewardTrainer or DPOTrainer."""
 
     def __init__(

@@ -40,7 +40,7 @@ from tokencredit.text.data.prompts import shuffled
 from tokencredit.text.models.model_loading import check_origin
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.offline.examples import Example
-from tokencredit.text.offline.offline_losses import Loss, combined, learned
+from tokencredit.text.offline.offline_losses import OfflineLoss, combined, learned
 from tokencredit.text.offline.offline_setup import Model, load_examples, load_model
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class OfflineTrainer:
             self.origin: State = dict(self.model.start) | {"given": names, "data": data}
             self.record.from_python = self.origin["given"]
             torch.nn.Module.to(lm, precision.device)
-            self.loss = Loss(args, lm, self.model.tokenizer, precision)
+            self.loss = OfflineLoss(args, lm, self.model.tokenizer, precision)
             self.rng = rng.torch_state()
         self.precision, self.notes = precision, [*precision.notes, *self.notes]
         self.wrapped = self.processes.wrap(lm)

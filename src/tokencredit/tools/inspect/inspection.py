@@ -26,7 +26,7 @@ from tokencredit.text.policy import Policy
 from tokencredit.text.rewards.terms import build_terms
 from tokencredit.tools.inspect.parts import read_parts
 from tokencredit.tools.inspect.question import Text, refuse_overlap, token_ids
-from tokencredit.tools.inspect.readings import Pair, compare, rounded
+from tokencredit.tools.inspect.readings import ModelPair, compare, rounded
 
 SAMPLES = 8
 """Completions sampled: the first is inspected; all give the means of ablation, and the answer's share elsewhere."""
@@ -78,7 +78,7 @@ def inspect_run(
     tuned = _merged(policy.model.lm)
     torch.nn.Module.to(base, tuned.device)
     name = str(run)
-    pair = Pair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0])
+    pair = ModelPair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0])
     result = compare(pair, up_ids, down_ids, others=texts[1:], critic=policy.model.critic)
     shape = tuned.config.get_text_config()
     if result["critic"] is not None:

@@ -28,7 +28,7 @@ NORM = (
 
 
 @dataclass(frozen=True)
-class Pair:
+class ModelPair:
     """Two models of the same shape, and the text on which they are compared."""
 
     name: str
@@ -61,7 +61,7 @@ class Pair:
 
 
 def compare(
-    pair: Pair,
+    pair: ModelPair,
     up: Sequence[int] = (),
     down: Sequence[int] = (),
     others: Sequence[Text] = (),
@@ -119,7 +119,7 @@ def compare(
     return result
 
 
-def _lens(pair: Pair, seen: tuple[Record, Record]) -> dict[str, Any]:
+def _lens(pair: ModelPair, seen: tuple[Record, Record]) -> dict[str, Any]:
     """The logit lens."""
     positions = pair.text.positions
     read = lens.logit_lens(pair.models, seen, positions, pair.text.ids)
@@ -155,7 +155,7 @@ def _two(base: float, tuned: float, change: str) -> dict[str, float]:
     return {"base": base, "tuned": tuned, change: tuned - base}
 
 
-def _shares(pair: Pair, seen: tuple[Record, Record], question: Question, direct: Direct) -> answer.Numbers:
+def _shares(pair: ModelPair, seen: tuple[Record, Record], question: Question, direct: Direct) -> answer.Numbers:
     """Patching of each part and of the strongest together: the numbers of the answer, but for other texts."""
     base, tuned = patching.odds_of(pair.models, seen, question)
     parts = patching.candidates(pair.tuned)
@@ -184,7 +184,7 @@ def _patching(numbers: answer.Numbers, ablated: Mapping[Part, float]) -> dict[st
     }
 
 
-def _attention(pair: Pair, question: Question) -> dict[str, Any]:
+def _attention(pair: ModelPair, question: Question) -> dict[str, Any]:
     """Attention from the question's position to the prompt, and gradient × input."""
     ids, length = pair.text
     models = {"base": pair.base, "tuned": pair.tuned}
@@ -198,7 +198,7 @@ def _attention(pair: Pair, question: Question) -> dict[str, Any]:
     return {"from": question.position, "to": list(range(length)), "heads": heads, "input_gradient": gradient}
 
 
-def _critic(pair: Pair, critic: Critic | Ensemble) -> dict[str, Any]:
+def _critic(pair: ModelPair, critic: Critic | Ensemble) -> dict[str, Any]:
     """The critic's lens."""
     values = lens.critic_lens(critic, pair.tuned.trunk, pair.text.ids)
     own = len(values) - 1 if critic.tap is None else critic.tap
@@ -213,7 +213,7 @@ def _critic(pair: Pair, critic: Critic | Ensemble) -> dict[str, Any]:
     }
 
 
-def _moved(pair: Pair, base: Tensor, tuned: Tensor, change: Tensor) -> list[dict[str, Any]]:
+def _moved(pair: ModelPair, base: Tensor, tuned: Tensor, change: Tensor) -> list[dict[str, Any]]:
     """Tokens with the largest positive change, with their probabilities, all `[vocabulary]`."""
     values, ids = change.topk(min(MOVED, len(change)))
     ids = ids[values > 0]

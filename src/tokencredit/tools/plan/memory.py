@@ -31,7 +31,7 @@ from tokencredit.text.models import actor_critic
 from tokencredit.text.models.actor_critic import Extent, Inputs
 from tokencredit.text.models.architecture import layers_of, trunk_of
 from tokencredit.text.models.kv_cache import SpareCapacityLayer
-from tokencredit.tools.plan.passes import Passes
+from tokencredit.tools.plan.passes import SkeletonPasses
 from tokencredit.tools.plan.work import Work
 
 SERIALIZED = 2
@@ -64,7 +64,7 @@ class Sizes:
 def measure(work: Work) -> Sizes:
     """Measure a run's parts; errors as `build_skeletons`."""
     with fake_device(work):
-        passes = Passes(work, torch.device("cpu"))
+        passes = SkeletonPasses(work, torch.device("cpu"))
         policy, reference, state = passes.policy, passes.reference, optimizer_state(passes)
         lm, critic = list(policy.lm.parameters()), [] if policy.critic is None else list(policy.critic.parameters())
         own = [] if reference is None else list(reference.parameters())
@@ -135,7 +135,7 @@ def nbytes(tensors: Iterable[Tensor]) -> float:
     return float(sum(x.nbytes for x in tensors))
 
 
-def optimizer_state(passes: Passes) -> dict[Tensor, list[Tensor]]:
+def optimizer_state(passes: SkeletonPasses) -> dict[Tensor, list[Tensor]]:
     """The optimizer's moments of each trained parameter, after a step."""
     for p in trainable(passes.policy):
         p.grad = torch.zeros_like(p)
@@ -144,7 +144,7 @@ def optimizer_state(passes: Passes) -> dict[Tensor, list[Tensor]]:
     return {p: [x for x in passes.optimizer.state[p].values() if x.dim()] for p in trainable(passes.policy)}
 
 
-def sampling_parts(live: LiveMemory, passes: Passes) -> dict[str, float]:
+def sampling_parts(live: LiveMemory, passes: SkeletonPasses) -> dict[str, float]:
     """A rollout at its peak: in the prompts' pass, or in the last step."""
     work, batch = passes.work, passes.work.batch
     with passes.sampling(batch) as sampling:
@@ -182,7 +182,7 @@ def lengthen(layers: Iterable[Any], tokens: int) -> None:
             left -= more
 
 
-def scoring_parts(live: LiveMemory, passes: Passes) -> dict[str, float]:
+def scoring_parts(live: LiveMemory, passes: SkeletonPasses) -> dict[str, float]:
     """A full pass without gradients over the largest micro-batch, at its peak."""
     work = passes.work
     live.reset()
@@ -193,7 +193,7 @@ def scoring_parts(live: LiveMemory, passes: Passes) -> dict[str, float]:
     return {"activations": live.resident} | beside_passes(passes)
 
 
-def update_parts(live: LiveMemory, passes: Passes, elsewhere: float) -> dict[str, float]:
+def update_parts(live: LiveMemory, passes: SkeletonPasses, elsewhere: float) -> dict[str, float]:
     """The pass over a minibatch's last and largest micro-batch, at its peak; gradients of earlier ones are there.
 
     Other processes have so many bytes `elsewhere` of the gradients.
@@ -207,7 +207,7 @@ def update_parts(live: LiveMemory, passes: Passes, elsewhere: float) -> dict[str
     return {"activations and gradients": live.resident - elsewhere} | beside_passes(passes)
 
 
-def beside_passes(passes: Passes, half: bool = True) -> dict[str, float]:
+def beside_passes(passes: SkeletonPasses, half: bool = True) -> dict[str, float]:
     """Weights that a full pass holds beside the run's, or a rollout's in bfloat16 if `half`.
 
     A GPU multiplies with a copy of the vocabulary projection in bfloat16. A sharded model gathers its embeddings, with

@@ -29,7 +29,7 @@ from tokencredit.text.models.peft_models import saved_config
 from tokencredit.text.models.precision import Precision, round_frozen
 from tokencredit.text.models.run_models import Models, enable_checkpointing
 from tokencredit.text.ppo_learner import build_learner
-from tokencredit.tools.plan.work import Batch, Work, base_config
+from tokencredit.tools.plan.work import BatchShape, Work, base_config
 
 
 def build_skeletons(work: Work) -> tuple[ActorCritic, ActorCritic | None]:
@@ -101,7 +101,7 @@ class SumOfLogprobs:
         return torch.stack([x.sum() for x in now if x is not None]).sum()
 
 
-class Passes:
+class SkeletonPasses:
     """Passes of a run's models over random rows."""
 
     def __init__(self, work: Work, device: torch.device):
@@ -115,7 +115,7 @@ class Passes:
         static = cache == "static" or (cache == "auto" and work.device == "cuda")
         self.static = static and not work.sharded and static_obstacle(self.policy) is None
 
-    def inputs(self, rows: int, batch: Batch) -> Inputs:
+    def inputs(self, rows: int, batch: BatchShape) -> Inputs:
         """Rows of random tokens; the first begins with padding."""
         device, vocabulary = self.precision.device, self.work.lm_config.get_text_config().vocab_size
         prompt_mask = torch.ones(rows, batch.prompt, dtype=torch.bool, device=device)
@@ -153,7 +153,7 @@ class Passes:
             (outputs.policy_loss + (0 if outputs.values is None else outputs.values.sum())).backward()
 
     @contextmanager
-    def sampling(self, batch: Batch) -> Iterator[Sampling]:
+    def sampling(self, batch: BatchShape) -> Iterator[Sampling]:
         """A rollout of this batch, with its copy of the weights for static decoding."""
         decoding = StaticDecoding(self.policy) if self.static else None
         weights = nullcontext(self.policy) if decoding is None else decoding.weights()
@@ -164,7 +164,7 @@ class Passes:
 class Sampling:
     """A rollout in the course of sampling."""
 
-    def __init__(self, passes: Passes, batch: Batch, model: ActorCritic, steps: Any):
+    def __init__(self, passes: SkeletonPasses, batch: BatchShape, model: ActorCritic, steps: Any):
         """Prepare random prompts for a model."""
         inputs, rollout = passes.inputs(batch.rows, batch), passes.work.config.rollout
         self.ids, self.model, self.per_prompt = inputs["prompt_ids"], model, rollout.per_prompt

@@ -31,7 +31,7 @@ UNPLANNED = "not planned: rewards, environments, engines other than local, evalu
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """The rows of one iteration of one process, all of the same length."""
 
     rows: int
@@ -50,9 +50,9 @@ class Work:
 
     lm_config: Any
     """Transformers' configuration of the policy."""
-    batch: Batch
+    batch: BatchShape
     """With the longest prompt and completion: for memory."""
-    mean: Batch
+    mean: BatchShape
     """With mean lengths: for time."""
     device: Device
     dtype: Dtype
@@ -88,7 +88,7 @@ class Work:
         """Rows of the largest minibatch."""
         return -(-self.batch.rows // self.config.ppo.minibatches)
 
-    def micro_rows(self, rows: int, batch: Batch) -> int:
+    def micro_rows(self, rows: int, batch: BatchShape) -> int:
         """Rows of the largest micro-batch of a pass over `rows` rows."""
         budget = self.config.ppo.micro_batch_tokens
         return rows if budget is None else max(min(rows, budget // batch.length), 1)
@@ -121,8 +121,8 @@ def plan_work(
     rows, mean = -(-config.rollout.batch_size // processes), round(sum(lengths) / len(lengths))
     return Work(
         lm_config,
-        Batch(rows, max(lengths), longest),
-        Batch(rows, mean, tokens or longest),
+        BatchShape(rows, max(lengths), longest),
+        BatchShape(rows, mean, tokens or longest),
         device,
         dtype,
         config,

@@ -20,7 +20,7 @@ from tokencredit.errors import RunStopped
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.run_kind import Source
+from tokencredit.settings.run_kind import ModelSource
 from tokencredit.text.data.prompts import PromptBatch, Prompts, load_prompts
 from tokencredit.text.evaluation import describe, load_pipeline
 from tokencredit.text.models.model_loading import max_prompt_length
@@ -192,7 +192,9 @@ def collect_pairs(
     return pairs
 
 
-def write_pairs(source: Source, which: str, reference: Source | None, options: PairsOptions, out: Path) -> Pairs:
+def write_pairs(
+    source: ModelSource, which: str, reference: ModelSource | None, options: PairsOptions, out: Path
+) -> Pairs:
     """Sample, score and pair completions; write the rows as JSON lines, and beside them settings and counts as JSON.
 
     Args:
