@@ -18,7 +18,7 @@ from demo.build import save
 from demo.training import END, Size, fit_language_model, gpt2
 from demo.transcripts import calculator_messages, calculator_row, grid_pieces, grid_row, rendered
 from tokencredit.distributed.processes import Processes
-from tokencredit.settings.run_kind import Source
+from tokencredit.settings.run_kind import ModelSource
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.evaluation import load_pipeline
 from tokencredit.text.ppo_setup import evaluation_tasks
@@ -166,7 +166,7 @@ def play(world: str, folder: Path, seed: int, episodes: int) -> tuple[float, lis
     """Share of sampled episodes that a policy solves, and their texts."""
     settings = {"model.name": str(folder), "model.dtype": "float32", "kl.coef": 0, "env.factory": f"builtin:{world}"}
     config = PPOConfig.from_dict({**settings, "eval.max_new_tokens": LONGEST, "seed": seed})
-    _, pipeline = load_pipeline(Source(str(folder), config), "policy", None, Processes())
+    _, pipeline = load_pipeline(ModelSource(str(folder), config), "policy", None, Processes())
     uniforms = torch.rand(episodes, LONGEST, generator=torch.Generator().manual_seed(seed))
     scored = pipeline.collect(evaluation_tasks(config).batch(0, episodes), config.evaluation_sampling(), uniforms)
     return scored.totals().mean().item(), scored.texts()

@@ -13,7 +13,7 @@ from tokencredit.distributed.processes import Processes, return_freed_memory, th
 from tokencredit.learn.optim import clip_gradients
 from tokencredit.learn.state import trainable
 from tokencredit.tools.plan.memory import Sizes
-from tokencredit.tools.plan.passes import Passes
+from tokencredit.tools.plan.passes import SkeletonPasses
 from tokencredit.tools.plan.work import Work
 
 SECONDS = 2.0
@@ -66,7 +66,7 @@ def timed(work: Work, device: torch.device, rows: int) -> dict[str, float]:
     config, batch = work.config, work.mean
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        passes = Passes(work, device)
+        passes = SkeletonPasses(work, device)
         inputs = passes.inputs(rows, batch)
 
     def optimize() -> None:
