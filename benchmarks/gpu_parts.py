@@ -45,7 +45,7 @@ from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.kv_cache import CachedSteps
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.scoring_passes import rollout_logprobs
+from tokencredit.text.rollout_passes import rollout_logprobs
 
 TINY_GPT2 = Shape("tiny GPT-2", "gpt2", 512, 32, 2, 4, 4, 8, 128, 256)
 TINY_QWEN3 = Shape("tiny Qwen3", "qwen3", 512, 32, 2, 4, 2, 8, 64, 256)

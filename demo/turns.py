@@ -169,7 +169,7 @@ def play(world: str, folder: Path, seed: int, episodes: int) -> tuple[float, lis
     _, pipeline = load_pipeline(ModelSource(str(folder), config), "policy", None, Processes())
     uniforms = torch.rand(episodes, LONGEST, generator=torch.Generator().manual_seed(seed))
     scored = pipeline.collect(evaluation_tasks(config).batch(0, episodes), config.evaluation_sampling(), uniforms)
-    return scored.totals().mean().item(), scored.texts()
+    return scored.total_scores().mean().item(), scored.texts()
 
 
 def made(figures: dict[str, float], texts: list[str], seed: int, episodes: int) -> str:

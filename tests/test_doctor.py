@@ -21,7 +21,7 @@ from tokencredit.text.credit import Credit
 from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.models.run_models import load_start
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.scoring_passes import evaluate_rollout
+from tokencredit.text.rollout_passes import evaluate_rollout
 
 pytestmark = [pytest.mark.slow, pytest.mark.proof]
 

@@ -189,7 +189,7 @@ def test_each_column_has_the_loss_and_the_gradient_of_its_formula(name, tmp_path
     expected = torch.autograd.grad(loss, weights)
     for weight in weights:
         weight.grad = None
-    record = trainer.learner.backward(trainer.credit.give(scored)[1])
+    record = trainer.learner.accumulate_gradients(trainer.credit.give(scored)[1])
     assert sum(float(micro.loss) for micro in record) == pytest.approx(float(loss.detach()), abs=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected)
     for weight, gradient in zip(weights, expected, strict=True):

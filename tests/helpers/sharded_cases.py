@@ -23,7 +23,7 @@ from tokencredit.learn.training_mode import training
 from tokencredit.text.models.actor_critic import idle_row
 from tokencredit.text.models.plain_weights import plain_weights
 from tokencredit.text.models.run_models import save_policy
-from tokencredit.text.scoring_passes import values_after
+from tokencredit.text.rollout_passes import values_after
 
 SMALL = {
     "model.dtype": "float32",
@@ -86,7 +86,7 @@ def trainer(settings, folder, models, model=None):
     made.rollout = scored.rollout
     _, experience = made.credit.give(scored)
     with training(made.learner.training_modules):
-        records = made.learner.backward(experience)
+        records = made.learner.accumulate_gradients(experience)
     numbers = {
         "ids": scored.rollout.response_ids,
         "logprobs": scored.rollout.logprobs,

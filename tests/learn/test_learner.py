@@ -69,7 +69,9 @@ def backward(world, objective=OBJECTIVE, evaluate=None, micro_batch_tokens=None)
     """The loss and its parts, and the gradients, of the whole experience as one minibatch."""
     policy, experience = world
     policy.zero_grad()
-    records = learner_of(policy, objective, evaluate, micro_batch_tokens=micro_batch_tokens).backward(experience)
+    records = learner_of(policy, objective, evaluate, micro_batch_tokens=micro_batch_tokens).accumulate_gradients(
+        experience
+    )
     parts = {name: torch.stack([record.parts[name] for record in records]).sum() for name in records[0].parts}
     losses = {"loss": torch.stack([record.loss for record in records]).sum(), **parts}
     return losses, [p.grad.clone() for p in policy.parameters()], records

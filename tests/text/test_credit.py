@@ -26,7 +26,7 @@ from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.scoring_passes import ReferenceOutputs, rollout_values
+from tokencredit.text.rollout_passes import ReferenceOutputs, rollout_values
 
 T, F = True, False
 NO_CRITIC = CriticConfig(kind="none")

@@ -13,7 +13,7 @@ from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, RunConfig, UpdateConfig
-from tokencredit.text import scoring_passes
+from tokencredit.text import rollout_passes
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow
@@ -104,9 +104,9 @@ def test_passes_over_a_rollout_wait_once_per_micro_batch(batch, counts):
     trainer, scored, _ = batch
     policy, rollout = trainer.policy, scored.rollout
     passes = {
-        "policy": lambda: scoring_passes.evaluate_rollout(policy, rollout, 1.0, None),
-        "log-probs": lambda: scoring_passes.rollout_logprobs(policy, rollout, 1.0, None),
-        "reference": lambda: scoring_passes.reference_outputs(
+        "policy": lambda: rollout_passes.evaluate_rollout(policy, rollout, 1.0, None),
+        "log-probs": lambda: rollout_passes.rollout_logprobs(policy, rollout, 1.0, None),
+        "reference": lambda: rollout_passes.reference_outputs(
             policy, trainer.reference, rollout, KLConfig(), 1.0, None
         ),
     }

@@ -27,7 +27,7 @@ from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.reward_models import Classifier, load
-from tokencredit.text.scoring_passes import evaluate_rollout
+from tokencredit.text.rollout_passes import evaluate_rollout
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ def test_the_whole_reward_is_the_score_and_what_tokens_earned(tmp_path):
     ]
     scored = trainer.collect()
     assert scored.scores.tolist() == [2.0] * 4
-    assert scored.totals().tolist() == pytest.approx((2.0 + 0.5 * scored.rollout.mask.sum(1)).tolist())
+    assert scored.total_scores().tolist() == pytest.approx((2.0 + 0.5 * scored.rollout.mask.sum(1)).tolist())
 
 
 def test_a_batch_with_a_non_finite_reward_is_unusable(tmp_path):

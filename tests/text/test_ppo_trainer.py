@@ -219,7 +219,7 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
         loss = KLAlone(trainer.learner.objective, experience)
         now = trainer.learner.passes.evaluate(trainer.learner.wrapped, experience.inputs, loss)
     paid = batch.rewards.clone()
-    paid[range(8), rollout.mask.sum(1) - 1] -= scored.totals()
+    paid[range(8), rollout.mask.sum(1) - 1] -= scored.total_scores()
     if place == "reward":
         torch.testing.assert_close(paid[rollout.mask], -0.5 * exact[rollout.mask], atol=1e-5, rtol=1e-3)
         assert now.stats.kl is None

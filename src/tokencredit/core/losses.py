@@ -6,7 +6,8 @@ Each loss returns a tensor with the shape of its arguments, 0 outside the mask. 
     loss = total_loss(policy, value, entropy, weights, value_coef=…, entropy_coef=…)
 
 The weights of all micro-batches and processes together sum to 1 (by token, by sequence), however the batch is split, so
-their losses and gradients add up to those of the whole batch without another division.
+their losses and gradients add up to those of the whole batch without another division. In training the parts are summed
+by `learn.objective`: `Objective.total` for the policy, `Loss.total` with the critic.
 """
 
 from collections.abc import Sequence

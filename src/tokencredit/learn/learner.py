@@ -102,7 +102,7 @@ class Learner:
                 # The gradient of the whole minibatch, on all processes; during a warm-up the critic's alone.
                 whitened = self._whitened(minibatch)
                 drop_gradients(self.parameters)
-                record = self.backward(whitened)
+                record = self.accumulate_gradients(whitened)
                 drop_gradients(frozen)
                 norm = clip_gradients(self.parameters, settings.max_grad_norm)
                 # The only device synchronisation of a step. A step that is not finite anywhere is skipped everywhere.
@@ -185,7 +185,7 @@ class Learner:
         reduce = None if self.processes.count == 1 else self.processes.sum
         return replace(minibatch, advantages=whiten(minibatch.advantages, mask, reduce=reduce, count=minibatch.tokens))
 
-    def backward(self, minibatch: Experience) -> list[StepRecord]:
+    def accumulate_gradients(self, minibatch: Experience) -> list[StepRecord]:
         """Accumulate a minibatch's gradient over micro-batches of similar lengths.
 
         Every mean over tokens divides by the token count of the whole minibatch on all processes, so that micro-batches
@@ -207,7 +207,8 @@ class Learner:
 
     def _pass(self, part: Experience) -> StepRecord:
         """Run a forward and a backward pass; without an effect if the rows are not real."""
-        # Forward: the model calls the loss with its token statistics; the critic's part comes on top.
+        # Forward: the policy's loss goes into the model, whose projection to the vocabulary calls it chunk by chunk and
+        # takes its gradient there (`core.vocab_projection.differentiate`); the critic's part comes on top.
         loss = MicroBatchLoss(self.objective, part)
         outputs = self.passes.evaluate(self.wrapped, part.inputs, loss)
         losses = loss.complete(outputs)

@@ -31,7 +31,7 @@ from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.rewards.terms import PendingCall, term_metrics
 from tokencredit.text.rewards.texts import last_message
-from tokencredit.text.scoring_passes import ReferenceOutputs
+from tokencredit.text.rollout_passes import ReferenceOutputs
 from tokencredit.text.turns.episode_record import Transcript, episode_metrics, episode_record
 
 DECIMALS = 6
@@ -96,7 +96,7 @@ class Batch:
         """Each prompt's text followed by its completion."""
         return self.prompts.continued(self.completions)
 
-    def totals(self) -> Tensor:
+    def total_scores(self) -> Tensor:
         """Total reward of each completion, `[batch]`."""
         if self.dense is None:
             return self.scores
@@ -118,7 +118,7 @@ class Batch:
 
     def metrics(self, processes: Processes) -> dict[str, float]:
         """The batch's metrics, over the completions of all processes."""
-        rollout, mask, totals = self.rollout, self.rollout.mask, self.totals()
+        rollout, mask, totals = self.rollout, self.rollout.mask, self.total_scores()
         _, reward, variance = moments(totals, torch.ones_like(totals, dtype=torch.bool), processes.sum)
         entropies = -rollout.logprobs if rollout.entropy is None else rollout.entropy
         counts = (entropies.new_full((), len(mask)), mask.sum(), entropies.sum(), rollout.truncated.sum())
@@ -178,7 +178,7 @@ class Batch:
             "prompt": self.prompts.texts[row],
             **({} if isinstance(prompt, str) else {"message": last_message(prompt)}),
             "completion": self.completions[row],
-            "reward": round(float(self.totals()[row]), DECIMALS),
+            "reward": round(float(self.total_scores()[row]), DECIMALS),
             "terms": {
                 name: None if (x := values[row]) is None else round(x, DECIMALS) for name, values in self.terms.items()
             },

@@ -13,7 +13,7 @@ from tokencredit.errors import ConfigError
 if TYPE_CHECKING:  # callbacks are checked before anything heavy is imported
     from tokencredit.text.data.rollout import Rollout
     from tokencredit.text.rewards.terms import Scores
-    from tokencredit.text.scoring_passes import ReferenceOutputs
+    from tokencredit.text.rollout_passes import ReferenceOutputs
 
 
 class Callback:

@@ -191,6 +191,7 @@ class Credit:
         score_rewards = token_rewards(
             scores, mask, eos=eos, missing_eos_penalty=missing, overlong=overlong, clip=args.clip
         )
+        # Rewards per token come on top as they are: no normalisation, clip or penalty applies to them.
         if scored.dense is not None:
             score_rewards[mask] += torch.tensor([x for row in scored.dense for x in row], device=mask.device)
         nothing = torch.zeros_like(scored.scores)

@@ -71,7 +71,7 @@ def measure(scored: Batch, best_of: int, processes: Processes) -> dict[str, floa
     per sequence; `log_ratio` if filters such as top_p bias it), the shares of distinct completions and token bigrams.
     """
     rollout, distance = scored.rollout, scored.kl()
-    totals = scored.totals().cpu()
+    totals = scored.total_scores().cpu()
     sums: list[Tensor | float] = [len(totals), totals.sum(), totals.view(-1, best_of).amax(1).sum(), rollout.mask.sum()]
     sums += [0 if distance is None else distance[1].sum()]
     device = rollout.mask.device

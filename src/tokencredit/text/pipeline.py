@@ -33,7 +33,7 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term
 from tokencredit.text.rewards.terms import Scores, score, start_calls
-from tokencredit.text.scoring_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
+from tokencredit.text.rollout_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.episode_record import columns
 from tokencredit.text.turns.play import EpisodePlayer
 

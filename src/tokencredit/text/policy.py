@@ -21,7 +21,7 @@ from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
-from tokencredit.text.scoring_passes import rollout_logprobs, rollout_values
+from tokencredit.text.rollout_passes import rollout_logprobs, rollout_values
 from tokencredit.text.turns.environments import load_environments
 
 

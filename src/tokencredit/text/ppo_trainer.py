@@ -51,7 +51,7 @@ from tokencredit.text.ppo_learner import build_learner
 from tokencredit.text.ppo_setup import overview
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.scoring_passes import rollout_logprobs
+from tokencredit.text.rollout_passes import rollout_logprobs
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import episode_events
 

@@ -94,7 +94,7 @@ class Pretraining:
             valued = self.credit.valued(rollout)
             row |= critic_metrics(rollout.values, experience.returns, valued, processes.sum)
             learned = experience.returns.masked_fill(~valued, 0.0)
-            sums = [x.sum().float() for x in (rollout.mask, valued, learned, scored.totals())]
+            sums = [x.sum().float() for x in (rollout.mask, valued, learned, scored.total_scores())]
             tokens, values, returns, reward = processes.sum(torch.stack(sums)).tolist()
             row |= {"return_mean": returns / values, "reward": reward / settings.batch_size, "tokens": tokens}
             with self.stages("update"), self.pipeline.precision.updates():

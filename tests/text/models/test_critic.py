@@ -22,7 +22,7 @@ from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.run_models import build_policy
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.scoring_passes import rollout_values
+from tokencredit.text.rollout_passes import rollout_values
 
 WORDS = ["acting", "plot", "film", "story", "ending", "music", "cast", "script"]
 NONE = CriticConfig(kind="none")

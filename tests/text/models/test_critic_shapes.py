@@ -24,7 +24,7 @@ from tokencredit.text.models.model_loading import load_language_model, resolve
 from tokencredit.text.models.run_models import build_policy, save_policy
 from tokencredit.text.ppo_setup import check_batch_size
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.scoring_passes import rollout_values
+from tokencredit.text.rollout_passes import rollout_values
 
 SEPARATE = {"kind": "separate", "head": "linear"}
 NORMS = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}

@@ -19,7 +19,7 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.scoring_passes import rollout_logprobs
+from tokencredit.text.rollout_passes import rollout_logprobs
 
 CPU = torch.device("cpu")
 

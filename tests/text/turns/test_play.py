@@ -17,7 +17,7 @@ from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import build_models, load_start
 from tokencredit.text.ppo_setup import build_pipeline
-from tokencredit.text.scoring_passes import rollout_logprobs
+from tokencredit.text.rollout_passes import rollout_logprobs
 from tokencredit.text.turns.environments import load_environments
 
 SETTINGS = SamplingConfig(max_new_tokens=120)

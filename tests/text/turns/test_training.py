@@ -106,7 +106,7 @@ def test_leave_one_out_compares_whole_episodes(tmp_path):
     )
     trainer = PPOTrainer(args=args)
     batch, experience = trainer.credit.give(trainer.collect())
-    groups = batch.totals().view(2, 8)
+    groups = batch.total_scores().view(2, 8)
     expected = ((groups - groups.mean(1, keepdim=True)) * 8 / 7).flatten()
     for row in range(16):
         mask = experience.mask[row]

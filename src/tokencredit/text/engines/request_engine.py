@@ -20,7 +20,7 @@ from tokencredit.text.engines.engine import FAILURES, Conversation, Engine
 from tokencredit.text.engines.probe import NEW, PROMPT, TEMPERATURE, Probe, require_same_logprobs, sample_probe
 from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Request, Sampler
 from tokencredit.text.models.model_loading import max_prompt_length
-from tokencredit.text.scoring_passes import evaluate_rollout, rollout_logprobs
+from tokencredit.text.rollout_passes import evaluate_rollout, rollout_logprobs
 
 
 @dataclass

@@ -132,7 +132,7 @@ def _score(policy: Policy, config: PPOConfig, batch: Batch) -> tuple[float | Non
     try:
         terms = build_terms(config.reward, policy.pipeline.precision.device)
         scored = replace(policy.pipeline, terms=terms).score(batch, config.rollout)
-        return rounded(float(scored.totals()[0])), ""
+        return rounded(float(scored.total_scores()[0])), ""
     except (ConfigError, RunStopped, UnusableBatch) as error:
         return None, f"; no score: {error}"
 

@@ -185,7 +185,7 @@ def collect_pairs(
             rollout, completions = scored.rollout, scored.completions
             # No reward where no term applies.
             applies = [any(x is not None for x in values) for values in zip(*scored.terms.values(), strict=True)]
-            rewards = [x if some else None for x, some in zip(scored.totals().tolist(), applies, strict=True)]
+            rewards = [x if some else None for x, some in zip(scored.total_scores().tolist(), applies, strict=True)]
         pairs.counts["completions"] += len(completions)
         pairs.counts["truncated"] += int(rollout.truncated.sum())
         pairs.add(batch, completions, rollout.truncated.tolist(), rewards, options, noise)

@@ -17,7 +17,7 @@ from tokencredit.text.engines.local.sampling import Decoding, decode, sample
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.models.kv_cache import SPARE_TOKENS, CachedSteps, RowCache, can_keep_rows, put_rows, take_rows
-from tokencredit.text.scoring_passes import evaluate_rollout
+from tokencredit.text.rollout_passes import evaluate_rollout
 
 
 @dataclass

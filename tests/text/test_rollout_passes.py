@@ -8,7 +8,7 @@ from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.run_models import build_policy
-from tokencredit.text.scoring_passes import (
+from tokencredit.text.rollout_passes import (
     ReferenceOutputs,
     evaluate_rollout,
     reference_outputs,
@@ -142,6 +142,6 @@ def test_an_exact_kl_below_1e_5_counts_as_rounding(model_folders, rollout, monke
     """A model's KL to itself is up to 1.4e-6 nats with 2,048 tokens and 5.7e-6 with 151,936; negative, even -4e-5."""
     policy = load(model_folders, "llama")
     outputs = {"logprobs": rollout.logprobs, "kl": torch.tensor([[1.4e-6, 5.7e-6, -4e-5, 1.1e-5]])}
-    monkeypatch.setattr("tokencredit.text.scoring_passes.read_by_length", lambda *_: outputs)
+    monkeypatch.setattr("tokencredit.text.rollout_passes.read_by_length", lambda *_: outputs)
     kl = reference_outputs(policy, policy, rollout, KLConfig(estimator="full"), TEMPERATURE, None).kl
     assert torch.equal(kl, torch.tensor([[0.0, 0.0, 0.0, 1.1e-5]]))
