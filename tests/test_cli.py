@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import tokencredit
 from helpers import warm
-from helpers.commands import COMMAND, HEAVY, command, imported, refused
+from helpers.commands import COMMAND, HEAVY, command, imported, refused, unread
 from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.commands import COMMANDS
@@ -336,3 +336,9 @@ def test_characters_that_the_output_cannot_encode_are_escaped():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "\\u2192"
+
+
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(monkeypatch, capsys):
+    with unread(monkeypatch):
+        assert main(["schema", "train"]) == 141  # as a shell says of a program that SIGPIPE ended
+    assert capsys.readouterr().err == ""

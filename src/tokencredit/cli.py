@@ -12,7 +12,7 @@ from typing import Literal
 from tokencredit import __version__
 from tokencredit.commands import COMMANDS
 from tokencredit.commands.jobs import BAD_ARGUMENTS, FAILED
-from tokencredit.distributed.signals import INTERRUPTED, end_on_interrupt
+from tokencredit.distributed.signals import INTERRUPTED, UNREAD, end_on_interrupt, leave_closed_output
 from tokencredit.errors import ConfigError, NotInstalled, ProcessLost, RunStopped
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.command_line import Parser, checked
@@ -45,12 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser.read(arguments[1:])
         set_up_torch()
         COMMANDS[command][1](options)
+        print(end="", flush=True)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
     except ConfigError as error:
         return fail(error, str(error), BAD_ARGUMENTS, arguments)
     except (RunStopped, ProcessLost) as error:
         return fail(error, str(error), FAILED, arguments)
+    except BrokenPipeError:  # nobody reads the output any more, as after `| head`
+        leave_closed_output()
+        return UNREAD
     except OSError as error:
         return fail(error, describe(error), FAILED, arguments)
     except (RuntimeError, MemoryError) as error:

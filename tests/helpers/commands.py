@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tokencredit.cli import main
@@ -24,6 +24,16 @@ def refused(capsys, *arguments):
     assert err.startswith("tokencredit: ")
     assert err.count("\n") == 1
     return err.removeprefix("tokencredit: ").rstrip()
+
+
+@contextmanager
+def unread(monkeypatch):
+    """A context whose output nobody reads, as that of `tokencredit train | head -1` after its first line."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", encoding="utf-8") as output, monkeypatch.context() as changed:
+        changed.setattr("sys.stdout", output)
+        yield
 
 
 def python(*arguments, cwd=None, timeout=300, **variables):

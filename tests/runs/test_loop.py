@@ -2,15 +2,19 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 
 import pytest
 
+from helpers.commands import unread
 from helpers.configs import control_config, quiet_agent, text_config
 from helpers.files import read_events
+from tokencredit import Callback
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
+from tokencredit.runs.jsonl import read_metrics
 from tokencredit.runs.loop import load
 from tokencredit.text.ppo_trainer import PPOTrainer
 
@@ -92,6 +96,58 @@ def test_a_setting_that_user_code_refuses_in_a_run_fails_the_run(tmp_path):
     with pytest.raises(RunStopped, match=r"^stopped in iteration 2: my key is 3; it must be 4; "):
         trainer.train()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "an invalid setting"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "told"),
+    [
+        (KeyError("total"), KeyError, "stopped in iteration 2: KeyError: 'total'; "),
+        (SystemExit(3), RunStopped, r"stopped in iteration 2: sys\.exit\(3\) was called; "),
+        (MemoryError(), RunStopped, "stopped in iteration 2: MemoryError: ; "),
+    ],
+)
+def test_whatever_ends_a_run_what_was_trained_is_written_first(error, raised, told, tmp_path):
+    run = tmp_path / "run"
+
+    def fail():
+        raise error
+
+    trainer = before_iteration(ControlTrainer(control_config(run, 3)), 2, fail)
+    with pytest.raises(raised) as caught:
+        trainer.train()
+    [line] = [*getattr(caught.value, "__notes__", []), *([str(caught.value)] if raised is RunStopped else [])]
+    assert re.match(told, line)
+    assert "resume with: tokencredit control --resume" in line
+    assert (run / "policy" / "agent.safetensors").is_file()
+    assert json.loads((run / "summary.json").read_text())["stopped_by"] == "an error"
+
+
+@pytest.mark.slow
+def test_a_failing_callback_is_named_after_policy_summary_and_checkpoint_are_saved(tmp_path):
+    class Watcher(Callback):
+        def before_reward(self, trainer):
+            if len(trainer.record.history) == 1:
+                {}["total"]
+
+    run = tmp_path / "run"
+    with pytest.raises(RunStopped) as caught:
+        PPOTrainer(args=text_config(run, 3), callbacks=[Watcher()]).train()
+    told = (
+        r"stopped in iteration 2: before_reward of the callback Watcher raised KeyError: 'total' at .*test_loop\.py:\d+"
+    )
+    assert re.match(told, str(caught.value))
+    assert (run / "policy" / "model.safetensors").is_file()
+    assert (run / "summary.json").is_file()
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["000001"]
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    with unread(monkeypatch):
+        assert ControlTrainer(control_config(run, 3)).train().iterations == 3
+    assert capsys.readouterr().err == "tokencredit: nobody reads this output any more; the work goes on\n"
+    assert (run / "policy").is_dir()
+    assert len([*read_metrics(run / "metrics.jsonl")]) == 3
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 HANGUP = getattr(signal, "SIGHUP", None)
 """The signal of a closed terminal; Windows has none."""
 WATCHED = (signal.SIGINT, signal.SIGTERM, *([] if HANGUP is None else [HANGUP]))
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in shells."""
+INTERRUPTED, UNREAD = 130, 141
+"""Exit codes after Ctrl-C and after SIGPIPE, as in shells."""
+NO_READER = "tokencredit: nobody reads this output any more; the work goes on\n"
+"""Said of work whose result is in files, when its output is closed."""
 
 
 def end_on_interrupt() -> None:
@@ -100,12 +103,25 @@ class Signals:
             os.write(2, f"\n{self.received.name}: stopping after this iteration; again to stop at once\n".encode())
 
 
+def leave_closed_output(word: str = "") -> None:
+    """Send standard output nowhere, since nobody reads it any more; `word` goes to standard error."""
+    _discard(sys.stdout.fileno())
+    try:
+        print(word, end="", file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr.fileno())
+
+
 def _leave_closed_terminal() -> None:
     """Send the process's output nowhere if its terminal is gone, so that printing does not fail."""
     for output in (1, 2):
         try:
             os.write(output, b"")
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, output)
-            os.close(nowhere)
+            _discard(output)
+
+
+def _discard(output: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, output)
+    os.close(nowhere)

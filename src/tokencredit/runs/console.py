@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, text_parts, too_noisy
+from tokencredit.distributed.signals import NO_READER, leave_closed_output
 from tokencredit.runs.diagnosis import Finding
 from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in, shortened
 from tokencredit.runs.transcript import Line, acted, transcript
@@ -56,12 +57,21 @@ class Bar(Progress):
                 yield Text(numbers)
 
 
+class Output(Console):
+    """A console whose process goes on when nobody reads its output any more, as after `| head`."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing more."""
+        self.quiet = True
+        leave_closed_output(NO_READER)
+
+
 class Screen:
     """Progress and samples of one run; use as `with Screen(...)` around the training loop."""
 
     def __init__(self, iterations: int, *, console: Console | None = None, enabled: bool = True):
         """Prepare the screen of a run; `enabled=False` silences it."""
-        self.console = console or Console(quiet=not enabled, highlight=False)
+        self.console = console or Output(quiet=not enabled, highlight=False)
         self.iterations = iterations
         self.progress = Bar(
             TextColumn("training"),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tokencredit.distributed.processes import connection_lost
+from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.controllers import EarlyStopping
@@ -71,6 +71,7 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
         RunStopped: it ended early, or nothing was learned; the policy is saved.
         RunComplete: the run to be resumed has done all its iterations.
         KeyboardInterrupt: after one Ctrl-C, likewise; after two, nothing more is written.
+        Exception: a bug, here or in a library; the policy is saved, and a note says where the run stopped.
     """
     if not isinstance(resume, bool):  # Transformers' trainers take a folder here
         raise ConfigError(f"resume_from_checkpoint is {resume!r}; it must be true or false, for the run in run.dir")
@@ -107,8 +108,14 @@ def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iter
     except KeyboardInterrupt:  # a second Ctrl-C: nothing more is written
         record.screen.say(f"stopped at once; {record.how_to_resume()}")
         raise
-    except (RunStopped, OSError, ConfigError) as error:  # user code may raise any
-        raise _failed(trainer, number, error) from error
+    except (Exception, SystemExit) as error:  # user code, libraries and bugs may raise anything
+        if connection_lost(error):  # nothing can be saved without the others
+            raise
+        stopped = _failed(trainer, number, error)
+        if isinstance(error, RunStopped | OSError | ConfigError | SystemExit) or out_of_memory(error):
+            raise stopped from error
+        error.add_note(str(stopped))
+        raise  # with its traceback
     # The trained model, the summary and the report. A run without a single step of the optimizer has failed.
     failure = record.nothing_learned() if stopped_by is None else None
     record.failed = failure is not None
@@ -175,7 +182,7 @@ def _stopped_by(signal: str | None) -> str | None:
     return "interrupt" if signal == "SIGINT" else signal
 
 
-def _failed(trainer: Trainer, number: int, error: Exception) -> RunStopped:
+def _failed(trainer: Trainer, number: int, error: BaseException) -> RunStopped:
     """Save what a failed run has learned; returns the error that ends it."""
     record, place = trainer.record, f"iteration {number}" if number else "the critic's pretraining"
     # A run whose folder was moved or removed makes no new one.
@@ -196,20 +203,24 @@ def _failed(trainer: Trainer, number: int, error: Exception) -> RunStopped:
     return kind("; ".join([*lines, record.how_to_resume()]))
 
 
-def _save_partial(trainer: Trainer, number: int, error: Exception) -> Iterator[str]:
+def _save_partial(trainer: Trainer, number: int, error: BaseException) -> Iterator[str]:
     """Save a checkpoint and the policy; yields a line for each that cannot be saved."""
     try:
         if trainer.rewind():
             trainer.record.checkpoint(number - 1, *trainer.state())
-    except OSError as again:
+    except Exception as again:
         yield f"its checkpoint could not be written: {_reason(again)}"
+    cause = "a file that could not be written" if isinstance(error, OSError) else RunStopped.stopped_by
     try:
-        trainer.finish(getattr(error, "stopped_by", "a file that could not be written"))
-    except OSError as again:
+        trainer.finish(getattr(error, "stopped_by", cause))
+    except Exception as again:
         yield f"the policy could not be saved: {_reason(again)}"
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.strerror} ({error.filename})"
-    return str(error)
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r}) was called"
+    known = isinstance(error, OSError | RunStopped | ConfigError)
+    return str(error) if known else f"{type(error).__name__}: {error}"

@@ -21,8 +21,8 @@ class Callback:
 
     An iteration runs the stages rollout, reference, reward and update, then evaluation and audit if they are due. Every
     process calls its own callbacks, with its `PPOTrainer`; `trainer.processes.main` is true in one of them. An
-    exception ends the run. The `after_` method of a failed stage is not called; a batch that is not finite skips all
-    stages up to the update.
+    exception ends the run, once what was trained is saved. The `after_` method of a failed stage is not called; a batch
+    that is not finite skips all stages up to the update.
     """
 
     def before_iteration(self, trainer: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.distributed.processes import Processes, out_of_memory
+from tokencredit.distributed.processes import Processes, connection_lost, out_of_memory
 from tokencredit.distributed.sharding import gathered, is_sharded
 from tokencredit.errors import ConfigError, EngineLost, OutOfMemory, RunStopped
 from tokencredit.learn.experience import Experience
@@ -36,6 +36,7 @@ from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.rollout_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.episode_record import columns
 from tokencredit.text.turns.play import EpisodePlayer
+from tokencredit.text.user_code.user_objects import described
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
@@ -284,7 +285,7 @@ class Stages:
 
         Raises:
             OutOfMemory: the stage ran out of memory.
-            RunStopped: a callback set a metric to something other than a number.
+            RunStopped: a callback raised, or set a metric to something other than a number.
         """
         self._call(f"before_{name}")
         results: dict[str, Any] = {}
@@ -306,8 +307,14 @@ class Stages:
     def _call(self, event: str, **results: Any) -> None:
         for callback in self.callbacks:
             method = getattr(callback, event, None)
-            if method is not None:
+            if method is None:
+                continue
+            try:
                 method(self.trainer, **results)
+            except (Exception, SystemExit) as error:
+                if isinstance(error, RunStopped | ConfigError) or connection_lost(error) or out_of_memory(error):
+                    raise
+                raise RunStopped(f"{event} of the callback {type(callback).__name__} {described(error)}") from error
 
 
 def count_step(

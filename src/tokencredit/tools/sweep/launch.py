@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from tokencredit.distributed.signals import NO_READER, leave_closed_output
 from tokencredit.runs.folder import RunFolder, recover
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.reader import dump_yaml
@@ -126,8 +127,11 @@ class LocalJob:
 
 
 def say(text: str) -> None:
-    """Print a line and flush it."""
-    print(visible(text), flush=True)
+    """Print a line and flush it; the sweep goes on if nobody reads it."""
+    try:
+        print(visible(text), flush=True)
+    except BrokenPipeError:
+        leave_closed_output(NO_READER)
 
 
 def trouble(run: SweepRun, code: int) -> str:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.runs.console import Output
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.resuming import saved
 from tokencredit.runs.summary import duration, figure, mean
@@ -67,7 +67,7 @@ def sweep(runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None, again:
         return
     done = [run for run in runs if run.state() == "finished"]
     compare(done, home(runs) / COMPARISON)
-    Console(highlight=False).print(table(runs, scheduler.failures))
+    Output(highlight=False).print(table(runs, scheduler.failures))
     for run, failure in scheduler.failures.items():
         say(f"{run.name}: {failure}; see {run.log}")
     if scheduler.failures:
