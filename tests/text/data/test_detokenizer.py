@@ -5,9 +5,8 @@ import torch
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from tokencredit.text.data.detokenizer import Detokenizer
+from tokencredit.text.data.detokenizer import Detokenizer, StopSearch
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.text.engines.stop_strings import StopSearch
 
 KINDS = ["sentencepiece", "unigram", "wordpiece", "bytes"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.engines.stop_strings import StopSearch
+from tokencredit.text.data.detokenizer import StopSearch
 from tokencredit.text.models.actor_critic import ActorCritic
 
 SEEDS = 2**31

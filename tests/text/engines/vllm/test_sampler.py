@@ -32,11 +32,11 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import random_state
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.data.detokenizer import StopSearch
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.local.sampling import Decoding, logits_warpers
 from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.engines.requests import EngineFailure, Request
-from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.engines.vllm import sampler as vllm
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.data.detokenizer import StopSearch
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.engine import FAILURES, Conversation, Engine
 from tokencredit.text.engines.local.sampling import Decoding, decode, sample
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
-from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.models.kv_cache import SPARE_TOKENS, CachedSteps, RowCache, can_keep_rows, put_rows, take_rows
 from tokencredit.text.rollout_passes import evaluate_rollout
 

@@ -19,9 +19,9 @@ from transformers import (
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import within
 from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.data.detokenizer import StopSearch
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.text.engines.stop_strings import StopSearch
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.kv_cache import CachedSteps
 
