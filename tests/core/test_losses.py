@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tokencredit.core.logprobs import token_logprobs
 from tokencredit.core.losses import (
-    MAX_LOG_RATIO,
     REDUCTIONS,
     RatioStats,
     clipped_surrogate,
@@ -301,8 +300,19 @@ def test_a_ratio_that_would_overflow_stays_finite():
     assert loss.isfinite().all()
     loss.sum().backward()
     assert logprobs.grad.isfinite().all()
-    metrics = ratio_stats(logprobs, torch.zeros(4)).metrics()
-    assert metrics["ratio_max"] == pytest.approx(math.exp(MAX_LOG_RATIO))
+
+
+def test_statistics_of_ratios_are_not_clamped():
+    # −log r is 60 and 0: a mean of 30. A clamp at 20 nats, as in the loss, would give 10.
+    metrics = ratio_stats(torch.tensor([-61.0, -1.0]), torch.tensor([-1.0, -1.0])).metrics()
+    assert metrics["approx_kl_k1"] == 30.0
+    assert metrics["approx_kl_k3"] == pytest.approx((math.exp(-60) - 1 + 60) / 2)
+    metrics = ratio_stats(torch.tensor([-1.0, -1.0]), torch.tensor([-101.0, -1.0])).metrics()
+    assert metrics["ratio_max"] == pytest.approx(math.exp(100))
+    assert metrics["ratio_mean"] == pytest.approx((math.exp(100) + 1) / 2)
+    # A token that has become impossible: an infinite KL, and a ratio of 0.
+    metrics = ratio_stats(torch.tensor([-math.inf, 0.0]), torch.zeros(2)).metrics()
+    assert (metrics["approx_kl_k1"], metrics["ratio_min"], metrics["ratio_mean"]) == (math.inf, 0.0, 0.5)
 
 
 def test_half_precision_is_computed_in_float32():

@@ -75,6 +75,17 @@ def test_the_published_vector_of_icepop():
     assert without == {name: metrics[name] for name in ("behavior_ratio", "behavior_kl")}
 
 
+def test_distance_from_the_behavior_policy_is_not_clamped():
+    now, behavior = torch.tensor([[-61.0, -1.0, NAN]]), torch.tensor([[-1.0, -1.0, -1.0]])
+    metrics = correction_stats(None, now, behavior, torch.tensor([[T, T, F]])).metrics()
+    assert metrics == {"behavior_ratio": pytest.approx(0.5), "behavior_kl": 30.0}
+
+
+def test_interpolation_in_float64_keeps_its_precision():
+    behavior, current = (torch.tensor([x], dtype=torch.float64) for x in (-4.0, -1.0))
+    assert float(interpolated_logprobs(behavior, current, torch.tensor([3]))) == pytest.approx(-2.0, abs=1e-15)
+
+
 def test_interpolation_by_hand():
     behavior, current = torch.tensor([-2.0, -2.0, -2.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0, -1.0])
     proximal = interpolated_logprobs(behavior, current, torch.tensor([0, 1, 2, 4]))

@@ -34,8 +34,9 @@ Clip = float | tuple[float, float]
 REDUCTIONS = ("token", "sequence", "constant")
 
 MAX_LOG_RATIO = 20.0
-"""Clamp of log-ratios, in nats, so that the ratio cannot overflow. e²⁰ is 5·10⁸: a token that far off is outside every
-trust region, and an infinite or NaN gradient would only hide the cause."""
+"""Clamp of log-ratios in losses and weights, in nats, so that the ratio cannot overflow. e²⁰ is 5·10⁸: a token that far
+off is outside every trust region, and an infinite or NaN gradient would only hide the cause. Statistics are not
+clamped."""
 
 SMOOTHING = 0.75
 """Standard deviation of the Gaussian around a return, in bin widths; a target spreads over about six bins."""
@@ -90,7 +91,7 @@ def clipped_surrogate(
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; it must be above 1")
     advantages = zero_outside(advantages.detach(), mask)
-    ratio = _log_ratio(logprobs, old_logprobs, mask).exp()
+    ratio = _log_ratio(logprobs, old_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     objective = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
@@ -296,7 +297,7 @@ class RatioStats:
     """Statistics of the ratios r = π / π_old, in a form that can be reduced over micro-batches and processes.
 
     Attributes:
-        sums: [tokens, clipped tokens, Σ −log r, Σ (r − 1 − log r)]; reduce by sum.
+        sums: [tokens, clipped tokens, Σ −log r, Σ (r − 1 − log r), Σ r], float64; reduce by sum.
         extremes: [max r, max −r]; reduce by maximum.
     """
 
@@ -307,15 +308,15 @@ class RatioStats:
         """Per token: clip_fraction, approx_kl_k1 and approx_kl_k3 (old policy ‖ new, nats), ratio_mean, _max and _min.
 
         E[−log r] and E[r − 1 − log r] over tokens sampled from the old policy are `kl.k1` and `kl.k3` of KL(old ‖ new).
-        Their difference gives E[r], which is 1 over tokens sampled from the old policy, however far the new one is.
+        E[r] over them is 1, however far the new policy is.
         """
         numbers = torch.cat([self.sums, self.extremes]).tolist()
-        tokens, clipped, k1_sum, k3_sum, ratio_max, negative_min = numbers
+        tokens, clipped, k1_sum, k3_sum, ratio_sum, ratio_max, negative_min = numbers
         return {
             "clip_fraction": clipped / tokens,
             "approx_kl_k1": k1_sum / tokens,
             "approx_kl_k3": k3_sum / tokens,
-            "ratio_mean": 1 + (k3_sum - k1_sum) / tokens,
+            "ratio_mean": ratio_sum / tokens,
             "ratio_max": ratio_max,
             "ratio_min": -negative_min,
         }
@@ -339,13 +340,14 @@ def ratio_stats(
     low, high = clip_range(clip)
     if mask is None:
         mask = torch.ones_like(logprobs, dtype=torch.bool)
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask).double()  # e³⁰⁰ is finite
     ratio = log_ratio.exp()
     if clipped is None:
         clipped = (ratio < low) | (ratio > high)
     require_flags("clipped", clipped, logprobs.shape)
     zeros = torch.zeros_like(log_ratio)
-    sums = torch.stack([mask.sum(), (clipped & mask).sum(), k1(zeros, log_ratio).sum(), k3(zeros, log_ratio).sum()])
+    kl = k1(zeros, log_ratio, mask), k3(zeros, log_ratio, mask)
+    sums = torch.stack([x.sum(dtype=torch.float64) for x in (mask, clipped & mask, *kl, zero_outside(ratio, mask))])
     below = torch.full_like(ratio, -torch.inf)
     extremes = torch.stack([torch.where(mask, ratio, below).max(), torch.where(mask, -ratio, below).max()])
     return RatioStats(sums, extremes)
@@ -362,4 +364,4 @@ def _doubled_loss(values: Tensor, returns: Tensor, huber_delta: float | None) ->
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None) -> Tensor:
     require_shape("old_logprobs", old_logprobs, logprobs.shape)
     log_ratio = at_least_float32(logprobs) - at_least_float32(old_logprobs.detach())
-    return zero_outside(log_ratio, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return zero_outside(log_ratio, mask)

@@ -29,6 +29,7 @@ from tokencredit.core.argument_checks import (
 )
 from tokencredit.core.losses import MAX_LOG_RATIO, Clip, clip_range
 from tokencredit.core.masked import at_least_float32, zero_outside
+from tokencredit.core.rewards import k1
 
 LEVELS = ("token", "sequence", "geometric")
 OUTSIDE = ("clip", "mask")
@@ -122,9 +123,8 @@ def interpolated_logprobs(behavior_logprobs: Tensor, logprobs: Tensor, age: Tens
     require_tensors(behavior_logprobs=behavior_logprobs)
     require_shape("logprobs", logprobs, behavior_logprobs.shape)
     require_shape("age", age, behavior_logprobs.shape)
-    share = 1 - 1 / age.clamp(min=1).to(torch.float32)
     behavior, current = at_least_float32(behavior_logprobs.detach()), at_least_float32(logprobs.detach())
-    return torch.lerp(behavior, current, share.to(behavior.dtype))
+    return torch.lerp(behavior, current, 1 - 1 / age.clamp(min=1).to(behavior.dtype))
 
 
 def weighted_policy_gradient(logprobs: Tensor, advantages: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
@@ -255,10 +255,11 @@ def correction_stats(
     weights: Tensor | None, logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor
 ) -> CorrectionStats:
     """Statistics of weights from `correction`, or of ratios alone, see `CorrectionStats`; all `[batch, time]`."""
-    ratios = importance_ratios(logprobs, behavior_logprobs, mask)
+    require_rows("logprobs", logprobs)
+    negative = k1(behavior_logprobs, logprobs, mask).double()  # −log r, which no clamp bounds
+    ratios = (-negative).exp()
     if weights is not None:
         require_shape("weights", weights, logprobs.shape)
     weighted, weights = weights is not None, zero_outside(torch.ones_like(ratios) if weights is None else weights, mask)
-    log_ratios = zero_outside(ratios.log(), mask)
-    numbers = (mask, weights, weights.square(), mask & ~(weights > 0), zero_outside(ratios, mask), -log_ratios)
+    numbers = (mask, weights, weights.square(), mask & ~(weights > 0), zero_outside(ratios, mask), negative)
     return CorrectionStats(torch.stack([x.sum(dtype=torch.float64) for x in numbers]), weighted)
