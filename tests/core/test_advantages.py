@@ -313,7 +313,7 @@ T, F, CUT = True, False, torch.ones(2, 3, dtype=torch.bool)
     [
         ({"rewards": torch.zeros(3)}, "rewards has shape"),
         ({"rewards": torch.zeros(2, 0), "values": torch.zeros(2, 0)}, "rewards has shape"),
-        ({"values": torch.zeros(2, 4)}, "values has shape"),
+        ({"values": torch.zeros(2, 4)}, r"one more than the steps; it must be \(2, 3\): give values\[:, :-1\], and boot"),
         ({"mask": torch.ones(3, 2, dtype=torch.bool)}, "mask has shape"),
         ({"mask": torch.ones(2, 3, dtype=torch.int64)}, "mask has dtype"),
         ({"mask": torch.tensor([[T, F, F], [F, F, F]])}, "mask has no acted step in row 1"),
@@ -332,6 +332,26 @@ def test_gae_refuses(changes, message):
     arguments = {"rewards": torch.zeros(2, 3), "values": torch.zeros(2, 3), "gamma": 0.9, "lam": 0.9, **changes}
     with pytest.raises(ValueError, match=message):
         gae(**arguments)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_a_bootstrap_that_no_step_would_read_is_refused(name):
+    options = {"gamma": 0.9, "lam": 0.8, "n": 2, "group_size": 2, "baseline": 0.0}
+    rows, flags = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+    for bootstrap in (torch.ones(2, 3), torch.ones(2)):
+        with pytest.raises(ValueError, match="bootstrap is given without truncated"):
+            estimate(name, rows, rows, options=options, bootstrap=bootstrap, terminated=flags)
+    estimate(name, rows, rows, options=options, bootstrap=torch.ones(2, 3), truncated=flags)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_arguments_of_other_libraries_are_answered_by_name(name):
+    options = {key: 2 if key in ("n", "group_size") else 0.5 for key in ESTIMATORS[name].options}
+    rows = torch.zeros(2, 3)
+    with pytest.raises(TypeError, match="dones is not an argument of the estimators; give terminated="):
+        FUNCTIONS[name](rows, rows, **options, dones=CUT)
+    with pytest.raises(TypeError, match="last_value is not an argument of the estimators; give truncated="):
+        FUNCTIONS[name](rows, rows, **options, last_value=rows)
 
 
 def test_large_finite_numbers_are_not_refused():

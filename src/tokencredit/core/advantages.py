@@ -22,10 +22,11 @@ from torch.nn.functional import pad
 
 from tokencredit.core import critic_free
 from tokencredit.core.argument_checks import require_choice, require_fraction, require_positive
-from tokencredit.core.episodes import EpisodeBounds, Steps, prepare_steps, reverse_scan
+from tokencredit.core.episodes import EpisodeBounds, Steps, prepare_steps, refuse_foreign, reverse_scan
 from tokencredit.core.estimator_table import ESTIMATORS
 
 
+@refuse_foreign
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -51,8 +52,9 @@ def gae(
         gamma: γ, the discount per step, in [0, 1].
         lam: λ, in [0, 1].
         mask: bool [batch, time], true where the policy acted. None: everywhere.
-        terminated: bool [batch, time].
-        truncated: bool [batch, time].
+        terminated: bool [batch, time], true where an episode ended. The last acted step of a row always ends one: it
+            terminates, unless `truncated` is set there.
+        truncated: bool [batch, time], true where an episode was cut off.
         bootstrap: [batch, time], the value of the state after the step, read only where truncated.
 
     Returns:
@@ -60,7 +62,8 @@ def gae(
 
     Raises:
         ValueError: shapes differ; a flag is not bool; γ or λ lies outside [0, 1]; a row has no acted step; an acted
-            step has a reward, value or needed bootstrap that is NaN or infinite; `truncated` without `bootstrap`.
+            step has a reward, value or needed bootstrap that is NaN or infinite; one of `truncated` and `bootstrap`
+            without the other.
     """
     require_fraction("gamma", gamma)
     require_fraction("lam", lam)

@@ -156,7 +156,7 @@ def _to_go(steps: Steps, gamma: float) -> Tensor:
 
 def _scores(rewards: Tensor, where: EpisodeBounds) -> Tensor:
     """The sum of each row's rewards, [batch]; the bootstrap is ignored."""
-    bounds: EpisodeBounds = {**where, "bootstrap": None}
+    bounds = where if where.get("truncated") is None else EpisodeBounds(**{**where, "bootstrap": None})
     return prepare_steps(rewards, None, **bounds, one_episode=True).rewards.sum(dim=-1)
 
 

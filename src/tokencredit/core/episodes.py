@@ -1,9 +1,10 @@
 """Compact a rollout into steps without gaps, mark its episodes, and solve linear recurrences over them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
-from typing import TypedDict
+from functools import reduce, wraps
+from typing import ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,34 @@ class EpisodeBounds(TypedDict, total=False):
     terminated: Tensor | None
     truncated: Tensor | None
     bootstrap: Tensor | None
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+FOREIGN = {
+    **dict.fromkeys(
+        ("dones", "done"),
+        "terminated=, where the next state is worth 0, and truncated= with bootstrap=, where an episode was cut off",
+    ),
+    **dict.fromkeys(
+        ("last_value", "last_values", "next_value", "next_values"),
+        "truncated=, true at the step that an episode was cut off after, and bootstrap=, the value after that step",
+    ),
+}
+"""Arguments that other libraries have instead of `EpisodeBounds`, and what to give."""
+
+
+def refuse_foreign(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, with `FOREIGN` arguments answered by name."""
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name in FOREIGN:
+                raise TypeError(f"{name} is not an argument of the estimators; give {FOREIGN[name]}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 @dataclass(frozen=True)
@@ -63,6 +92,7 @@ class Steps:
         return advantages, torch.empty_like(returns).scatter_(-1, self.order, returns)
 
 
+@refuse_foreign
 def prepare_steps(
     rewards: Tensor,
     values: Tensor | None,
@@ -81,9 +111,14 @@ def prepare_steps(
         ValueError: as `advantages.gae`; or a row holds several episodes despite `one_episode`.
     """
     require_rows("rewards", rewards)
+    if bootstrap is not None and truncated is None:
+        raise ValueError(
+            "bootstrap is given without truncated, and read only where that is true; give truncated= as well, true at "
+            "the steps that an episode was cut off after. Without it the last step of a row terminates its episode"
+        )
     if values is None:
         values = torch.zeros_like(rewards)
-        bootstrap = values if bootstrap is None else bootstrap
+        bootstrap = values if bootstrap is None and truncated is not None else bootstrap
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     _require_shapes(rewards, values, {"mask": mask, "terminated": terminated, "truncated": truncated}, bootstrap)
     dtype = torch.promote_types(at_least_float32(rewards).dtype, at_least_float32(values).dtype)
@@ -166,11 +201,17 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
 def _require_shapes(rewards: Tensor, values: Tensor, flags: dict[str, Tensor | None], bootstrap: Tensor | None) -> None:
     if rewards.shape[1] == 0:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [batch, time] with time above 0")
+    require_tensors(values=values)
+    if values.dim() == 2 and values.shape == (len(rewards), rewards.shape[1] + 1):
+        raise ValueError(
+            f"values has shape {tuple(values.shape)}, one more than the steps; it must be {tuple(rewards.shape)}: give "
+            "values[:, :-1], and bootstrap=values[:, 1:] with truncated= if the last state is worth its value"
+        )
     require_shape("values", values, rewards.shape)
     for name, flag in flags.items():
         if flag is not None:
             require_flags(name, flag, rewards.shape)
-    if flags["truncated"] is not None and bootstrap is not None:
+    if bootstrap is not None:
         require_shape("bootstrap", bootstrap, rewards.shape)
 
 

@@ -256,6 +256,7 @@ def correction_stats(
 ) -> CorrectionStats:
     """Statistics of weights from `correction`, or of ratios alone, see `CorrectionStats`; all `[batch, time]`."""
     require_rows("logprobs", logprobs)
+    require_shape("behavior_logprobs", behavior_logprobs, logprobs.shape)
     negative = k1(behavior_logprobs, logprobs, mask).double()  # −log r, which no clamp bounds
     ratios = (-negative).exp()
     if weights is not None:
