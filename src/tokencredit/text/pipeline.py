@@ -34,7 +34,7 @@ from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term
 from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.rollout_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
-from tokencredit.text.turns.episode_record import columns
+from tokencredit.text.turns.episode_record import columns, refuse_failed
 from tokencredit.text.turns.play import EpisodePlayer
 from tokencredit.text.user_code.user_objects import described
 
@@ -168,6 +168,8 @@ class Pipeline:
             # Sample. If one process fails, all do, as far as the engine allows.
             with self.engine.agreed():
                 batch = source.sample(later)
+            if batch.episodes is not None:
+                refuse_failed(batch.episodes, self.processes)
             # The critic's values of the states before tokens, unless the engine has computed them on its way.
             if values and batch.rollout.values is None and self.policy.critic is not None:
                 with self.precision.no_grad():

@@ -195,8 +195,12 @@ def test_a_run_without_any_reward_is_refused(tmp_path):
 
 def test_problems_of_episodes_are_events_once_each(tmp_path):
     class Loud(Dice):
+        def reset(self, row):
+            self.fails = row["seed"] % 2
+            return super().reset(row)
+
         def step(self, completion):
-            if self.taken == 1:
+            if self.fails and self.taken == 1:
                 raise ValueError("\x1b[31mno such field")
             return super().step(completion)
 
@@ -217,6 +221,23 @@ def test_problems_of_episodes_are_events_once_each(tmp_path):
     assert cut.startswith("an observation was cut to env.observation_tokens: Moved. Moved.")
     assert unfit.startswith("an observation has ")
     assert "were left of rollout.max_new_tokens, with one for the next turn: its episode ended there" in unfit
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (("o", 0.0, False, False, {}), r"turn 1: error: step returned 5 values; it must return \(observation, reward, d"),
+        (("o", None, False), "step returned the reward None; it must be a finite number"),
+        (("o", 0.0, 1), "step returned 1 for done; it must be True or False"),
+    ],
+)
+def test_an_environment_that_fails_in_every_episode_stops_the_run(result, message, tmp_path):
+    class Broken(Dice):
+        def step(self, completion):
+            return result
+
+    with pytest.raises(RunStopped, match="the environment failed in every episode of a batch, .*" + message):
+        PPOTrainer(args=from_python(tmp_path / "run"), environment_factory=Broken).train()
 
 
 @pytest.mark.parametrize(

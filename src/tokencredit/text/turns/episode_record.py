@@ -13,6 +13,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.rewards.texts import messages as as_messages
 from tokencredit.text.turns.protocols.episode import Ending, Episode, Message, Problem, Reply, Turn
+from tokencredit.text.turns.protocols.factories import EnvironmentFailed
 
 EVENTS: dict[Problem, str] = {
     "malformed": "a tool call could not be parsed",
@@ -119,6 +120,16 @@ def episode_events(transcripts: Sequence[Transcript]) -> dict[str, str]:
                 "next turn: its episode ended there",
             )
     return {metric: visible(f"{line} (the first case; {metric} counts all)") for metric, line in lines.items()}
+
+
+def refuse_failed(transcripts: Sequence[Transcript], processes: Processes) -> None:
+    """Raise `EnvironmentFailed`, in every process, if the environment failed in every episode of all processes."""
+    if processes.all(all(transcript.ending == "error" for transcript in transcripts)):
+        first = transcripts[0]
+        raise EnvironmentFailed(
+            f"the environment failed in every episode of a batch, the first time in turn {len(first.replies)}: "
+            f"{visible(first.after()[:500])}"
+        )
 
 
 def episode_record(transcript: Transcript) -> dict[str, Any]:

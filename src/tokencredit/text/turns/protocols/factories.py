@@ -121,9 +121,9 @@ def takes_row(reset: Callable[..., Any]) -> bool:
 
 
 class EnvironmentFailed(RunStopped):
-    """An environment could not be created or reset, so that an episode has no prompt."""
+    """An environment could not be created or reset, so that an episode has no prompt; or every episode failed."""
 
-    stopped_by = "an environment that could not be reset"
+    stopped_by = "an environment that failed"
 
 
 class Instance:
