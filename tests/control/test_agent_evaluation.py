@@ -1,13 +1,21 @@
+import os
+import signal
+
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from helpers.configs import control_config, quiet_agent
-from helpers.files import TIMES, drop_keys, read_metrics
+from helpers.files import TIMES, drop_keys, read_events, read_metrics
 from tokencredit.cli import main
+from tokencredit.control import agent_evaluation
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_evaluation import load_agent, play
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.vector_environments import make_envs, statistics
+from tokencredit.distributed import signals
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentConfig, EnvConfig, EpisodesConfig
 
@@ -20,6 +28,56 @@ def test_a_solved_environment_is_played_well(tmp_path):
         agent.actor_head.weight.copy_(torch.tensor([[0.0] * 4, [0.0, 0.5, 10.0, 3.0]]))
     episodes = play(envs, agent, 6, greedy=True, seed=1)
     assert episodes == [(500.0, 500)] * 6
+
+
+class Endless(gym.Env):
+    """Never ends; `interrupt` sends this process Ctrl-C in the step of this number."""
+
+    observation_space = spaces.Box(0, 1, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, interrupt=None):
+        self.interrupt, self.count = interrupt, 0
+
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        if self.count == self.interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+
+gym.register("Endless-v0", Endless)
+
+
+def test_an_evaluation_of_an_environment_that_never_ends_is_skipped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(agent_evaluation, "MAX_REPLAY_STEPS", 50)
+    args = control_config(tmp_path / "run", env=EnvConfig("Endless-v0"))
+    ControlTrainer(args).train()
+    skipped = "an evaluation is skipped: an episode has not ended after 50 steps; set a limit, such as env.kwargs"
+    assert any(skipped in event for event in read_events(tmp_path / "run"))
+    assert "eval/average_return" not in read_metrics(tmp_path / "run")[-1]
+    assert (tmp_path / "run" / "policy" / "agent.safetensors").exists()
+    assert main(["play", str(tmp_path / "run")]) == 1
+    assert "an episode has not ended after 50 steps" in capsys.readouterr().err
+    limited = EnvConfig("Endless-v0", kwargs={"max_episode_steps": 20})
+    ControlTrainer(control_config(tmp_path / "limited", env=limited)).train()
+    assert read_metrics(tmp_path / "limited")[-1]["eval/average_length"] == 20
+
+
+def test_ctrl_c_ends_an_evaluation_that_never_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "GRACE", 0.01)
+    # Training takes 16 steps per iteration, so that step 40 is one of the evaluation.
+    env = EnvConfig("Endless-v0", kwargs={"interrupt": 40})
+    evaluation = EpisodesConfig(every=1, episodes=1)
+    trainer = ControlTrainer(control_config(tmp_path / "run", env=env, eval=evaluation))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1]
+    assert any("a signal came before its episodes had ended" in event for event in read_events(tmp_path / "run"))
 
 
 @pytest.mark.slow

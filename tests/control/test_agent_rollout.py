@@ -1,6 +1,7 @@
 """A rollout in an environment whose every step is known: it counts, and ends after a number of steps of its own."""
 
 import json
+import sys
 from copy import deepcopy
 
 import gymnasium as gym
@@ -10,13 +11,14 @@ import torch
 from gymnasium import spaces
 
 from helpers.configs import quiet_agent
+from helpers.files import read_metrics
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Collector
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.vector_environments import make_envs
 from tokencredit.core.advantages import gae
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig
+from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
 
 
 class Counter(gym.Env):
@@ -40,6 +42,8 @@ class Counter(gym.Env):
         self.count += 1
         if self.bad == "raises" and self.count == 2:
             raise ValueError("a wheel came off")
+        if self.bad in ("shape", "none") and self.count == 2:
+            return np.zeros(3 if self.bad == "shape" else 2, np.float32), None, False, False, {}
         reward = np.inf if self.bad == "reward" and self.count == 2 else float(self.count)
         over = self.count == self.ends
         return self.observe(), reward, over and self.by == "termination", over and self.by == "truncation", {}
@@ -61,6 +65,14 @@ def test_the_step_that_resets_is_no_transition():
     assert rollout.observations[0].tolist() == [[1, 0], [1, 1], [1, 2], [1, 3], [2, 0], [2, 1], [2, 2], [2, 3]]
     assert rollout.rewards[0][rollout.mask[0]].tolist() == [1, 2, 3, 1, 2, 3]
     assert rollout.episodes == [(6.0, 3), (6.0, 3)]
+
+
+def test_resets_are_not_counted_as_steps_of_the_environment(tmp_path):
+    env = EnvConfig("Counter-v0", number=2, kwargs={"ends": 1})
+    args = ControlConfig(env=env, steps=8, eval=EpisodesConfig(episodes=0), run=quiet_agent(tmp_path / "run", 2))
+    ControlTrainer(args).train()
+    rows = read_metrics(tmp_path / "run")
+    assert [(row["steps"], row["total_steps"]) for row in rows] == [(8, 8), (8, 16)]
 
 
 def test_termination_is_worth_nothing_and_truncation_its_true_last_observation():
@@ -106,6 +118,11 @@ def test_log_probabilities_and_values_are_those_of_an_update():
         ("observation", r"environment 0 gave an observation that is not finite, at step 2"),
         ("reward", r"environment 0 gave a reward that is not finite, at step 1"),
         ("raises", r"the environment with seed 1 raised ValueError: a wheel came off, in step 2 of an episode\nTrace"),
+        (
+            "shape",
+            r"raised ValueError: an observation has the shape \(3,\); its space has \(2,\), in step 2 of an epis",
+        ),
+        ("none", r"raised TypeError: float\(\) argument must be .* not 'NoneType', in step 2 of an episode"),
     ],
 )
 def test_what_an_environment_does_wrong_is_named(bad, message):
@@ -165,6 +182,13 @@ class Square(gym.Env):
 gym.register("Square-v0", Square)
 
 
+def unmade():
+    raise ValueError("no track")
+
+
+gym.register("Unmade-v0", unmade)
+
+
 @pytest.mark.parametrize(
     ("kind", "seen"), [("Discrete", [0, 0, 1, 0]), ("MultiDiscrete", [0, 1, 1, 0]), ("Dict", [0, 1, 0])]
 )
@@ -174,6 +198,7 @@ def test_observations_of_other_kinds_are_flattened(kind, seen):
     assert Collector(envs, agent, seed=1).collect(3).observations.tolist() == [[seen] * 3] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*is out of date")
 def test_an_environment_that_does_not_exist():
     with pytest.raises(ConfigError, match=r"env\.id is 'CartPoel-v1', which is not registered; did you mean CartPole"):
         make_envs(EnvConfig("CartPoel-v1"), 1, 0.99)
@@ -181,3 +206,33 @@ def test_an_environment_that_does_not_exist():
         make_envs(EnvConfig("no_such_module:Env-v0"), 1, 0.99)
     with pytest.raises(ConfigError, match=r"cannot be made with env\.kwargs \{'colour': 'red'\}"):
         make_envs(EnvConfig("CartPole-v1", kwargs={"colour": "red"}), 1, 0.99)
+    with pytest.raises(
+        ConfigError, match=r"'HalfCheetah-v2': The mujoco v2 and v3 based .* registered are HalfCheetah-v5"
+    ):
+        make_envs(EnvConfig("HalfCheetah-v2"), 1, 0.99)
+    with pytest.raises(
+        ConfigError, match=r"is of the package ale-py: pip install ale-py, and give env\.id ale_py:ALE/Po"
+    ):
+        make_envs(EnvConfig("ALE/Pong-v5"), 1, 0.99)
+    with pytest.raises(ConfigError, match=r"which is not registered; give env\.id module:ID, so that the module"):
+        make_envs(EnvConfig("Nowhere/Unheard-v0"), 1, 0.99)
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_an_environment_that_cannot_be_made_is_answered_in_a_line(processes):
+    with pytest.raises(
+        ConfigError, match=r"^env\.id Unmade-v0 cannot .* it raised ValueError: no track at .*\.py:\d+$"
+    ):
+        make_envs(EnvConfig("Unmade-v0", processes=processes), 2, 0.99)
+
+
+def test_an_environment_of_a_module_in_the_current_folder_is_found(tmp_path, monkeypatch):
+    source = "import gymnasium as gym\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+    (tmp_path / "garage.py").write_text(source + "gym.register('Garage-v0', CartPoleEnv)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [x for x in sys.path if x])  # as the command has it; python -m adds the folder
+    before = list(sys.path)
+    envs = make_envs(EnvConfig("garage:Garage-v0", processes=True), 2, 0.99)
+    assert envs.reset(seed=1)[0].shape == (2, 4)
+    envs.close()
+    assert sys.path == before

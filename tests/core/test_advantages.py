@@ -313,7 +313,7 @@ T, F, CUT = True, False, torch.ones(2, 3, dtype=torch.bool)
     [
         ({"rewards": torch.zeros(3)}, "rewards has shape"),
         ({"rewards": torch.zeros(2, 0), "values": torch.zeros(2, 0)}, "rewards has shape"),
-        ({"values": torch.zeros(2, 4)}, r"one more than the steps; it must be \(2, 3\): give values\[:, :-1\], and boot"),
+        ({"values": torch.zeros(2, 4)}, r"one more than the steps; it must be \(2, 3\): give values\[:, :-1\]"),
         ({"mask": torch.ones(3, 2, dtype=torch.bool)}, "mask has shape"),
         ({"mask": torch.ones(2, 3, dtype=torch.int64)}, "mask has dtype"),
         ({"mask": torch.tensor([[T, F, F], [F, F, F]])}, "mask has no acted step in row 1"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environment_wrappers import environment_errors
+from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
 from tokencredit.control.vector_environments import expected_warnings, make_envs, share_statistics, statistics
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
 
 COPIES = 10
@@ -31,15 +31,21 @@ MOMENTS = ("mean", "var", "count")
 class Player:
     """Plays episodes with an agent; normalises observations with the training statistics, which it does not change."""
 
-    def __init__(self, args: ControlConfig, agent: Agent, training: VectorEnv):
-        """Store the arguments; `training` are the environments whose statistics are used."""
-        self.args, self.agent, self.training = args, agent, training
+    def __init__(
+        self, args: ControlConfig, agent: Agent, training: VectorEnv, overdue: Callable[[], bool] = lambda: False
+    ):
+        """Store the arguments; `training` are the environments whose statistics are used.
+
+        `overdue` is true some seconds after a signal that is to stop the run.
+        """
+        self.args, self.agent, self.training, self.overdue = args, agent, training, overdue
 
     def measure(self, settings: EpisodesConfig, seed: int) -> dict[str, float]:
-        """Returns and lengths of `settings.episodes` episodes, as metrics."""
+        """Returns and lengths of `settings.episodes` episodes, as metrics; raises `EpisodesUnfinished`."""
         envs = self._envs(min(settings.episodes, COPIES))
         try:
-            return episode_metrics("eval", play(envs, self.agent, settings.episodes, settings.greedy, seed))
+            episodes = play(envs, self.agent, settings.episodes, settings.greedy, seed, self.overdue)
+            return episode_metrics("eval", episodes)
         finally:
             envs.close()
 
@@ -48,7 +54,7 @@ class Player:
         with no_display():
             envs = self._envs(1, videos=folder, prefix=prefix)
             try:
-                play(envs, self.agent, settings.videos, settings.greedy, seed)
+                play(envs, self.agent, settings.videos, settings.greedy, seed, self.overdue)
             finally:
                 envs.close()
 
@@ -60,25 +66,45 @@ class Player:
         return envs
 
 
+class EpisodesUnfinished(RunStopped):
+    """Episodes of an evaluation did not end."""
+
+
 @torch.no_grad()
-def play(envs: VectorEnv, agent: Agent, count: int, greedy: bool, seed: int) -> list[tuple[float, int]]:
-    """Returns and lengths of `count` episodes, an equal number per copy so that short ones are not favoured."""
+def play(
+    envs: VectorEnv, agent: Agent, count: int, greedy: bool, seed: int, overdue: Callable[[], bool] = lambda: False
+) -> list[tuple[float, int]]:
+    """Returns and lengths of `count` episodes, an equal number per copy so that short ones are not favoured.
+
+    Raises `EpisodesUnfinished` if an episode does not end within `MAX_REPLAY_STEPS`, or `overdue` becomes true.
+    """
     generator = torch.Generator().manual_seed(seed)
     distribution = agent.distribution
     quota = [count // envs.num_envs + (i < count % envs.num_envs) for i in range(envs.num_envs)]
     episodes: list[list[tuple[float, int]]] = [[] for _ in quota]
+    lengths, unfinished = np.zeros(envs.num_envs, dtype=int), np.array(quota) > 0
     with environment_errors():
         observation, _ = envs.reset(seed=seed)
-        while any(len(done) < target for done, target in zip(episodes, quota, strict=True)):
+        while unfinished.any():
+            if overdue():
+                raise EpisodesUnfinished("a signal came before its episodes had ended")
+            if (lengths[unfinished] >= MAX_REPLAY_STEPS).any():
+                raise EpisodesUnfinished(
+                    f"an episode has not ended after {MAX_REPLAY_STEPS:,} steps; set a limit, such as env.kwargs: "
+                    "{max_episode_steps: 1000}, or eval.episodes to 0"
+                )
             outputs = agent.outputs(torch.from_numpy(observation))
             if greedy:
                 actions = distribution.greedy(outputs)
             else:
                 actions = distribution.sample(outputs, distribution.noise((envs.num_envs,), generator))
             observation, _, _, _, info = envs.step(distribution.to_env(actions.numpy()))
+            lengths += 1
             for copy in np.flatnonzero(info["_episode"]) if "episode" in info else ():
+                lengths[copy] = 0
                 if len(episodes[copy]) < quota[copy]:
                     episodes[copy].append((float(info["episode"]["r"][copy]), int(info["episode"]["l"][copy])))
+                    unfinished[copy] = len(episodes[copy]) < quota[copy]
     return [episode for done in episodes for episode in done]
 
 

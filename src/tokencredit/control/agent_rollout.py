@@ -100,6 +100,8 @@ class Collector:
         with self.agreed(), environment_errors():
             self.observation, _ = envs.reset(seed=seed + self.share.start)
         self.ended = np.zeros(envs.num_envs, dtype=bool)
+        self.taken = 0
+        """Steps that the environments of all processes took in the last rollout, without resets."""
 
     @torch.no_grad()
     def collect(self, steps: int) -> AgentRollout:
@@ -130,6 +132,8 @@ class Collector:
                     ended = np.flatnonzero(info["_episode"])
                     episodes += [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended]
         observations[steps] = self.observation
+        taken = torch.tensor(int(acted.sum()))
+        self.taken = int(taken if self.processes is None else self.processes.sum(taken))
         actions = torch.stack(sampled)
         if message := self.non_finite_message("an observation", observations):
             raise RunStopped(message)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
-from tokencredit.control.agent_evaluation import Player, check_videos, episode_metrics, save_agent
+from tokencredit.control.agent_evaluation import EpisodesUnfinished, Player, check_videos, episode_metrics, save_agent
 from tokencredit.control.agent_rollout import AgentRollout, Collector, NonFiniteReward
 from tokencredit.control.audit.agent_auditor import AgentAuditor
 from tokencredit.control.vector_environments import expected_warnings, make_envs
@@ -66,7 +66,7 @@ class ControlTrainer:
             self.agent = Agent(*spaces, args.agent, args.critic.kind)
             if args.eval.videos:
                 check_videos(args)
-            self.player = Player(args, self.agent, self.envs)
+            self.player = Player(args, self.agent, self.envs, self.record.signals.overdue)
             self.auditor = AgentAuditor(args, self.agent, self.envs)
             self.learner = build_learner(args, self.agent, processes)
             self.collector = Collector(self.envs, self.agent, args.seed, several)
@@ -123,7 +123,7 @@ class ControlTrainer:
         # Training returns over the last episodes, since a rollout may end none; and where the time went.
         self.episodes.extend(episodes)
         seconds = time.perf_counter() - started
-        self.steps += (steps := args.env.number * args.steps)
+        self.steps += (steps := self.collector.taken)
         metrics |= {
             **episode_metrics("train", list(self.episodes)),
             "episodes": len(episodes),
@@ -177,11 +177,19 @@ class ControlTrainer:
         return self.learner.update(experience, frozen=frozen, on_step=on_step)
 
     def evaluate(self, number: int) -> dict[str, float]:
-        """Play whole episodes in separate copies, with the training statistics; records videos of some."""
+        """Play whole episodes in separate copies, with the training statistics; records videos of some.
+
+        Returns metrics; none if the episodes do not end.
+        """
         settings, seed = self.args.eval, self.args.seed + EVALUATION_SEED
-        metrics = self.player.measure(settings, seed) if settings.episodes else {}
-        if settings.videos:
-            self.player.record(settings, seed, self.record.folder.path / "videos", f"iteration-{number}")
+        metrics: dict[str, float] = {}
+        try:
+            if settings.episodes:
+                metrics = self.player.measure(settings, seed)
+            if settings.videos:
+                self.player.record(settings, seed, self.record.folder.path / "videos", f"iteration-{number}")
+        except EpisodesUnfinished as error:
+            self.record.event(f"an evaluation is skipped: {error}")
         return metrics
 
     def state(self) -> tuple[State, State]:

@@ -39,6 +39,15 @@ def environment_errors() -> Iterator[None]:
         raise RunStopped("a process that ran an environment has ended; was it killed?") from error
 
 
+def check_shape(space: spaces.Space[Any], observation: Any) -> None:
+    """Raise `ValueError` if an observation's arrays have other shapes than its space."""
+    if isinstance(space, spaces.Dict):
+        for name, part in space.items():
+            check_shape(part, observation[name])
+    elif isinstance(space, spaces.Box) and np.shape(observation) != space.shape:
+        raise ValueError(f"an observation has the shape {np.shape(observation)}; its space has {space.shape}")
+
+
 class ReplayWrapper(gym.Wrapper):
     """Outermost wrapper of one environment, which records how to replay the current episode.
 
@@ -94,6 +103,7 @@ class ReplayWrapper(gym.Wrapper):
         self.initial_rng, self.actions, self.ended, self.must_reset = self._rng(seed), [], False, False
         try:
             self.observation, _ = self.env.reset(seed=seed, options=options)
+            check_shape(self.env.observation_space, self.observation)
         except Exception as error:
             raise self._raised(error) from None
         return self.observation, {}
@@ -107,6 +117,8 @@ class ReplayWrapper(gym.Wrapper):
             self.actions.append(action)
         try:
             self.observation, reward, terminated, truncated, _ = self.env.step(action)
+            check_shape(self.env.observation_space, self.observation)
+            reward = float(reward)
         except Exception as error:
             raise self._raised(error) from None
         self.ended = bool(terminated or truncated)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import multiprocessing
+import re
 import signal
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +41,7 @@ from tokencredit.control.environment_wrappers import (
 )
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import EnvConfig
 
 EXPECTED_WARNINGS = (
@@ -47,6 +51,15 @@ EXPECTED_WARNINGS = (
     ".* is deprecated and will be removed",
 )
 """Prefixes of warnings about intended behaviour, or that repeat an exception."""
+
+
+PACKAGES = {
+    "ALE": ("ale-py", "ale_py"),
+    "MiniGrid": ("minigrid", "minigrid"),
+    "BabyAI": ("minigrid", "minigrid"),
+    "dm_control": ("shimmy[dm-control]", "shimmy"),
+}
+"""Packages of environments and the modules that register them, by the first part of an id."""
 
 
 def make_envs(
@@ -110,19 +123,47 @@ def wrap_envs(
 
 
 def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
-    """Call `gymnasium.make_vec`; turns its errors into a `ConfigError`."""
+    """Call `gymnasium.make_vec`; turns its errors, and those of user code, into a `ConfigError`."""
     try:
-        return gym.make_vec(args.id, **options, **args.kwargs)
+        with current_folder():
+            return gym.make_vec(args.id, **options, **args.kwargs)
     except gym.error.DependencyNotInstalled as error:
         raise ConfigError(f"env.id {args.id}: {error}; pip install tokencredit[control]") from error
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
-        near = difflib.get_close_matches(args.id, gym.registry, n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise ConfigError(f"env.id is {args.id!r}, which is not registered{hint}") from error
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"env.id is {args.id!r}: {error}") from error
+        raise ConfigError(f"env.id is {args.id!r}, which is not registered{_registered_by(args.id)}") from error
+    except ImportError as error:
+        near = difflib.get_close_matches(args.id, gym.registry, n=3, cutoff=0.9)  # other versions
+        hint = f"; registered are {', '.join(near)}" if near else ""
+        raise ConfigError(f"env.id is {args.id!r}: {error}{hint}") from error
     except (TypeError, gym.error.Error) as error:
         raise ConfigError(f"env.id {args.id} cannot be made with env.kwargs {args.kwargs}: {error}") from error
+    except Exception as error:  # the environment's own
+        file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+        raised = visible(f"{type(error).__name__}: {error} at {file}:{line}")
+        raise ConfigError(
+            f"env.id {args.id} cannot be made with env.kwargs {args.kwargs}: it raised {raised}"
+        ) from error
+
+
+@contextmanager
+def current_folder() -> Iterator[None]:
+    """A context in which modules of the current folder are found, after all others."""
+    before = list(sys.path)
+    sys.path.append(str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _registered_by(name: str) -> str:
+    """The package that registers an environment of this name, or similar names."""
+    package, module = PACKAGES.get(re.split("[/-]", name)[0], ("", ""))
+    if package:
+        return f"; it is of the package {package}: pip install {package}, and give env.id {module}:{name}"
+    if near := difflib.get_close_matches(name, gym.registry, n=3):
+        return f"; did you mean {', '.join(near)}?"
+    return "; give env.id module:ID, so that the module that registers it is imported" if ":" not in name else ""
 
 
 def _flatten(env: gym.Env) -> gym.Env:

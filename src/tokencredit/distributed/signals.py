@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -61,14 +62,21 @@ def raising_interrupt() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
+GRACE = 10.0
+"""Seconds after the first signal in which an evaluation may still end."""
+
+
 class Signals:
     """Signal handlers within a `with` block, in the main thread only: Python delivers signals to no other."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.since = 0.0
+        """Time of the first signal, by `time.monotonic`."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Signals:
+        self.received = None
         if threading.current_thread() is threading.main_thread():
             # Signals that the caller ignores, as under `nohup`, stay ignored.
             watched = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
@@ -80,6 +88,10 @@ class Signals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def overdue(self) -> bool:
+        """True `GRACE` seconds after a signal that this process received."""
+        return self.received is not None and time.monotonic() - self.since > GRACE
 
     def request(self, processes: Processes) -> str | None:
         """Name of the signal received by any process; None if there is none."""
@@ -97,7 +109,7 @@ class Signals:
             if number == HANGUP:  # both the shell and the system may send it for a closed terminal
                 return
             raise KeyboardInterrupt
-        self.received = signal.Signals(number)
+        self.received, self.since = signal.Signals(number), time.monotonic()
         # Not print, which the signal may have interrupted.
         with suppress(OSError):  # nobody reads it any more
             os.write(2, f"\n{self.received.name}: stopping after this iteration; again to stop at once\n".encode())

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tokencredit.distributed.processes import connection_lost, out_of_memory
-from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.runs.recorder import RunRecord
@@ -88,7 +87,7 @@ def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iter
     number, stopped_by = _begin(trainer, resume, reserve, weights)
     signal = None
     try:
-        with record.screen, Signals() as signals:
+        with record.screen, record.signals as signals:
             # Work before the first iteration: the critic's pretraining.
             for _ in first:
                 if signal := signals.request(record.processes):

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
 from tokencredit.runs.checkpoint import size_of, versions, write_checkpoint
 from tokencredit.runs.console import Screen
@@ -81,6 +82,7 @@ class RunRecord:
         self.best, self.best_iteration = -math.inf, 0  # the best evaluation so far
         self.running = False  # true once the run has begun or is resumed
         self.early: list[str] = []  # events before that
+        self.signals = Signals()
         self.failed = False  # once true, nothing but resuming is suggested
 
     def begin(self, config: Any, reserve: int, weights: int) -> None:

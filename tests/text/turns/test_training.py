@@ -226,7 +226,7 @@ def test_problems_of_episodes_are_events_once_each(tmp_path):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (("o", 0.0, False, False, {}), r"turn 1: error: step returned 5 values; it must return \(observation, reward, d"),
+        (("o", 0.0, False, False, {}), r"turn 1: error: step returned 5 values; it must return \(obs"),
         (("o", None, False), "step returned the reward None; it must be a finite number"),
         (("o", 0.0, 1), "step returned 1 for done; it must be True or False"),
     ],
