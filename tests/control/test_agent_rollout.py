@@ -207,7 +207,7 @@ def test_an_environment_that_does_not_exist():
     with pytest.raises(ConfigError, match=r"cannot be made with env\.kwargs \{'colour': 'red'\}"):
         make_envs(EnvConfig("CartPole-v1", kwargs={"colour": "red"}), 1, 0.99)
     with pytest.raises(
-        ConfigError, match=r"'HalfCheetah-v2': The mujoco v2 and v3 based .* registered are HalfCheetah-v5"
+        ConfigError, match=r"'HalfCheetah-v2': The mujoco v2 and v3 based .* its newest version is HalfCheetah-v5"
     ):
         make_envs(EnvConfig("HalfCheetah-v2"), 1, 0.99)
     with pytest.raises(

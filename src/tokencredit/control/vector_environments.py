@@ -132,8 +132,10 @@ def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
         raise ConfigError(f"env.id is {args.id!r}, which is not registered{_registered_by(args.id)}") from error
     except ImportError as error:
-        near = difflib.get_close_matches(args.id, gym.registry, n=3, cutoff=0.9)  # other versions
-        hint = f"; registered are {', '.join(near)}" if near else ""
+        stem = args.id.rpartition("-v")[0]
+        versions = [spec for spec in gym.registry.values() if f"-v{spec.version}" == spec.id.removeprefix(stem)]
+        newest = max(versions, key=lambda spec: spec.version or 0).id if versions else args.id
+        hint = f"; its newest version is {newest}" if newest != args.id else ""
         raise ConfigError(f"env.id is {args.id!r}: {error}{hint}") from error
     except (TypeError, gym.error.Error) as error:
         raise ConfigError(f"env.id {args.id} cannot be made with env.kwargs {args.kwargs}: {error}") from error
