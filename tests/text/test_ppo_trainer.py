@@ -1,5 +1,6 @@
 import json
 import math
+import signal
 from shutil import which
 
 import pytest
@@ -12,6 +13,7 @@ from helpers import warm
 from helpers.configs import text_config
 from helpers.files import read_events, read_jsonl, read_metrics, without_times
 from helpers.models import SHAPE, changed_weights, copy_weights, random_lm
+from tokencredit import Callback
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import ClassifierTerm, PromptsConfig
@@ -409,6 +411,20 @@ def test_an_unreachable_hub_keeps_the_trained_policy(tmp_path):
     with pytest.raises(RunStopped, match=r"could not upload to run\.push_to_hub 'not/a/name'.*the policy is in"):
         PPOTrainer(args=small(tmp_path / "run", run=run)).train()
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_is_not_uploaded_and_says_how_to_resume(tmp_path, capsys):
+    class Interrupt(Callback):
+        def before_update(self, trainer):
+            signal.raise_signal(signal.SIGINT)
+
+    run = RunConfig(dir=str(tmp_path / "run"), iterations=2, push_to_hub="not/a/name")
+    with pytest.raises(KeyboardInterrupt):
+        PPOTrainer(args=small(tmp_path / "run", run=run), callbacks=[Interrupt()]).train()
+    *_, told, last = capsys.readouterr().out.splitlines()
+    assert told == "not uploaded to not/a/name: the run is not at its end"
+    assert last == f"resume with: tokencredit train --resume {tmp_path / 'run'}"
 
 
 @pytest.mark.slow

@@ -357,7 +357,7 @@ class PPOTrainer:
         return True
 
     def finish(self, stopped_by: str) -> Summary:
-        """Write policy, summary and report, upload the policy if configured, and return the summary."""
+        """Write policy, summary and report, upload the policy of a run that is at its end, and return the summary."""
         summary = self.record.end(stopped_by, self._save, in_all=self.sharded)
         write_final_report(self.record)
         can_audit = self.auditor is not None and self.args.run.save_every and not self.origin["given"]
@@ -365,8 +365,11 @@ class PPOTrainer:
         lost = {"train_dataset", "environment_factory", "tools"} & set(self.origin["given"])
         prompt = " --prompt TEXT" if lost else ""
         self.record.next_steps({f"tokencredit generate RUN{prompt}": "completions of the trained policy"} | audit)
-        if self.args.run.push_to_hub and self.processes.main:
-            upload(self.record.folder.path / "policy", self.args.run.push_to_hub)
+        if (repository := self.args.run.push_to_hub) and self.processes.main:
+            if stopped_by == "iterations" or stopped_by.startswith("stop."):
+                upload(self.record.folder.path / "policy", repository)
+            else:
+                self.record.screen.say(f"not uploaded to {repository}: the run is not at its end")
         return summary
 
     def _save(self, folder: Path, summary: Summary) -> None:
