@@ -14,11 +14,13 @@ from gymnasium import spaces
 from transformers import AutoModelForCausalLM
 
 from helpers.configs import control_config, quiet, quiet_agent, text_config
-from helpers.files import read_events
+from helpers.files import data_of, read_events
 from helpers.runs import assert_same, metrics
 from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.report.page import story
+from tokencredit.report.reading import read_run
 from tokencredit.settings.control import AgentConfig, AgentCriticConfig, AgentUpdateConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
@@ -322,6 +324,49 @@ def test_settings_may_change_and_that_is_written_down(tmp_path):
     assert "optim.lr is now 3e-05; it was 0.0001" in read_events(tmp_path / "run")
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 3e-5
     assert all(state["step"] > 0 for state in trainer.learner.optimizer.state.values())
+
+
+def test_the_headline_starts_anew_where_the_reward_changed(tmp_path, capsys):
+    def files(*names):
+        for name, content in names:
+            (tmp_path / name).write_text(content, encoding="utf-8")
+
+    files(("mine.py", "def judge(completions, **k):\n    return [float(len(c)) for c in completions]\n"))
+    files(("rows.jsonl", '{"prompt": "This movie"}\n'))
+    groups = {"reward": [FunctionTerm(function=f"{tmp_path / 'mine.py'}:judge")]}
+    groups |= {"prompts": PromptsConfig(dataset=str(tmp_path / "rows.jsonl")), "stop": StopConfig(reward=1.0)}
+    args, run = text(tmp_path / "run", 4, **groups), tmp_path / "run"
+    assert PPOTrainer(args=args).train().stopped_by == "stop.reward"
+    files(("mine.py", "def judge(completions, **k):\n    return [-3.0 for c in completions]\n"))
+    files(("rows.jsonl", '{"prompt": "This movie was"}\n'))
+    args = replace(args, kl=KLConfig(coef=0.2))
+    summary = PPOTrainer(args=args).train(resume_from_checkpoint=True)
+    assert (summary.first, summary.last, summary.iterations) == (-3.0, -3.0, 4)
+    shown = capsys.readouterr().out
+    for name in ("reward[0].function", "prompts.dataset"):
+        assert f"{name} is not what it was at the checkpoint: its rows or its source have changed" in shown
+    assert "reward -3 → -3" in shown
+    assert "after what is scored changed in iteration 2" in shown
+    read = read_run(run)
+    assert read.since == 1
+    assert dict(story(read))["reward"].startswith("-3 → -3 (")
+    [mark] = data_of((run / "report.html").read_text(encoding="utf-8"))["changes"]
+    assert mark == {"x": 1.5, "text": "kl.coef, reward[0].function, prompts.dataset"}
+
+
+def test_a_reward_from_python_that_changed_is_an_event(tmp_path):
+    def short(completions, **columns):
+        return [-1.0 for _ in completions]
+
+    def long(completions, **columns):
+        return [1.0 for _ in completions]
+
+    for rewarded, iterations in ((long, 1), (long, 2), (short, 3)):
+        args = text(tmp_path / "run", iterations)
+        summary = PPOTrainer(args=args, reward_funcs=rewarded).train(resume_from_checkpoint=iterations > 1)
+    told = [line for line in read_events(tmp_path / "run") if "is not what it was" in line]
+    assert told == ["reward_funcs[0] is not what it was at the checkpoint: its rows or its source have changed"]
+    assert (summary.first, summary.last) == (-1.0, -1.0)
 
 
 def test_a_setting_that_may_not_change_is_refused_before_a_file_is_touched(cut_in_6, tmp_path):

@@ -199,7 +199,7 @@ def doctor(options: Options) -> None:
     from tokencredit.runs.diagnosis import diagnose, no_finding
 
     run = read_run(Path(options.run), samples=False)
-    screen, findings = Screen(len(run.metrics)), diagnose(run.metrics, run.config, ended=bool(run.summary))
+    screen, findings = Screen(len(run.metrics)), diagnose(run.metrics[run.since :], run.config, ended=bool(run.summary))
     screen.findings(findings)
     if not findings:
         screen.say(no_finding(run.config, len(run.metrics)))

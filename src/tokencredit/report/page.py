@@ -18,7 +18,7 @@ from tokencredit.report.templating import fill, readable, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import RunFolder, read_python
-from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PROBLEMS
+from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PROBLEMS, SCORED
 from tokencredit.runs.summary import WINDOW, averaged, final_mean, iterations_in, mean
 from tokencredit.runs.transcript import acted, speeches, written
 from tokencredit.runs.untrusted import visible
@@ -78,7 +78,7 @@ def render(run: Run) -> str:
         "page.html",
         name=visible(run.path.resolve().name),
         story=story(run),
-        findings=diagnose(run.metrics, run.config, ended=bool(run.summary)),
+        findings=diagnose(run.metrics[run.since :], run.config, ended=bool(run.summary)),
         no_finding=no_finding(run.config, len(run.metrics)),
         unchecked=run_kind_of(run.config) in OFFLINE,
         trust=audit_view.trust(run),
@@ -88,6 +88,7 @@ def render(run: Run) -> str:
         by_turn=run.setting("advantage.unit") == "turn",
         data={
             "headline": main,
+            "changes": marks(run),
             "curves": [{"title": title, "charts": found} for title, found in drawn.items() if found],
             "credit": samples,
             "opened": opened(samples),
@@ -108,7 +109,8 @@ def render(run: Run) -> str:
 def story(run: Run) -> list[tuple[str, str]]:
     """The run in short, from model and reward to outcome: pairs of a label and a text."""
     metrics, run_kind = run.metrics, run_kind_of(run.config)
-    first, last = mean([metrics[0].get(run_kind.headline)]), final_mean(metrics, run_kind.headline)
+    scored = metrics[run.since :] or metrics[-1:]
+    first, last = mean([scored[0].get(run_kind.headline)]), final_mean(scored, run_kind.headline)
     name = run_kind.outcome.replace("_", " ")
     seconds = sum(row.get("seconds") or 0.0 for row in metrics)
     if run_kind is CONTROL:
@@ -125,7 +127,7 @@ def story(run: Run) -> list[tuple[str, str]]:
             entries.append(("in the environment", environment))
         if (listed := terms(run)) or not environment:
             entries.append(("on the reward", ", ".join(listed)))
-    entries.append((name, f"{two_digits(first)} → {two_digits(last)} ({averaged(len(metrics))})"))
+    entries.append((name, f"{two_digits(first)} → {two_digits(last)} ({averaged(len(metrics), run.since)})"))
     if (kl := final_mean(metrics, "kl")) is not None:
         entries.append(("KL to the reference", f"{two_digits(kl)} nats per sequence"))
     elif (log_ratio := final_mean(metrics, "log_ratio")) is not None:
@@ -139,6 +141,15 @@ def story(run: Run) -> list[tuple[str, str]]:
     elif stopped != "iterations":
         entries.append(("stopped by", str(stopped)))
     return [(word, visible(text)) for word, text in entries]
+
+
+def marks(run: Run) -> list[dict[str, Any]]:
+    """Lines in the curves where the reward, the prompts or the KL price changed: `x`, and `text` with the keys."""
+    keys: dict[int, list[str]] = {}
+    for after, key in run.changes:
+        if after and key.startswith((*SCORED, "kl.")):
+            keys.setdefault(after, []).append(key)
+    return [{"x": after + 0.5, "text": visible(", ".join(names))} for after, names in keys.items()]
 
 
 def environment_of(run: Run) -> str:

@@ -12,6 +12,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import AUDIT, apply_choices, read_choices, setting_of
 from tokencredit.runs.jsonl import (
     COUNT,
+    EVENTS,
     KNOWN,
     NUMBER,
     TEXT,
@@ -21,10 +22,12 @@ from tokencredit.runs.jsonl import (
     check_sample,
     is_count,
     is_number,
+    read_changes,
     read_metrics,
     read_object,
     read_samples,
     require,
+    scored_anew,
 )
 from tokencredit.runs.summary import WINDOW
 from tokencredit.settings.reader import read_yaml
@@ -97,6 +100,13 @@ class Run:
     """Empty while the run is training."""
     audit: dict[str, Any] | None = None
     """The newest audit, as `AUDIT_FILE` describes it; None if there is none."""
+    changes: Sequence[tuple[int, str]] = ()
+    """Settings and sources that changed when the run was resumed, after the iteration before each."""
+
+    @property
+    def since(self) -> int:
+        """Iterations before the last change of what is scored."""
+        return scored_anew(self.changes)
 
     def setting(self, key: str) -> Any:
         """A setting by its key; None if the run has none."""
@@ -132,7 +142,9 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
     audit = read_audit(path / AUDIT)
     if audit is not None:
         metrics = with_audit(metrics, audit)
-    return Run(path, apply_choices(config, read_choices(path)), metrics, kept, outcome, audit)
+    return Run(
+        path, apply_choices(config, read_choices(path)), metrics, kept, outcome, audit, read_changes(path / EVENTS)
+    )
 
 
 def chosen(iterations: Sequence[int]) -> set[int]:

@@ -164,7 +164,7 @@ class Screen:
             kl = "" if summary.kl_last is None else f"   KL {figure(summary.kl_last)} nats per sequence"
             self.say(
                 f"{summary.run_kind.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl} "
-                f"({averaged(summary.iterations)})   "
+                f"({averaged(summary.iterations, summary.since)})   "
                 f"{iterations_in(summary.iterations, summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.run_kind.unit} per second)"
             )

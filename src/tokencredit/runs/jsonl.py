@@ -28,6 +28,9 @@ ENDINGS = {
     "error": "truncated: the environment failed",
 }
 """Endings of an episode, in words."""
+EVENTS = "events.jsonl"
+SCORED = ("reward", "prompts", "train_dataset", "tools", "env.factory", "environment_factory")
+"""Beginnings of settings and arguments without which scores cannot be compared."""
 PROBLEMS = {
     "malformed": "a tool call could not be parsed",
     "failed": "a call failed",
@@ -145,6 +148,24 @@ def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
     for _, row in read_lines(file):
         if is_count(row.get("iteration")):
             yield {name: value if is_number(value) else None for name, value in row.items()}
+
+
+def read_changes(file: Path) -> list[tuple[int, str]]:
+    """Changes of a resumed run in events.jsonl: the iteration before each, and the setting or argument.
+
+    Those of iterations that were done again, from an older checkpoint, count from there.
+    """
+    changes: list[tuple[int, str]] = []
+    for _, event in read_lines(file):
+        after: Any = event.get("after_iteration")
+        if is_count(after) and isinstance(key := event.get("changed"), str):
+            changes = [(min(earlier, after), name) for earlier, name in changes] + [(after, key)]
+    return changes
+
+
+def scored_anew(changes: Sequence[tuple[int, str]]) -> int:
+    """The iteration after which scores are of another reward, or of other prompts, than those before it."""
+    return max((after for after, key in changes if key.startswith(SCORED)), default=0)
 
 
 def read_samples(file: Path, iterations: Collection[int]) -> list[dict[str, Any]]:

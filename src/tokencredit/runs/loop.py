@@ -155,7 +155,7 @@ def _begin(trainer: Trainer, resume: bool, reserve: int, weights: int) -> tuple[
     # Counters of the stopping rules are in no checkpoint: they follow from the metrics.
     stopped_by = None
     trainer.stopping.reset()
-    for metrics in record.history:
+    for metrics in record.history[record.history.since :]:
         stopped_by = _reached(trainer, metrics)
     return number, stopped_by
 

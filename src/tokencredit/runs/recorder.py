@@ -22,12 +22,12 @@ from torch import Tensor
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
-from tokencredit.runs.checkpoint import size_of, versions, write_checkpoint
+from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
 from tokencredit.runs.folder import CHOICES, JOB, PYTHON, RunFolder, apply_choices, beside, replacing
-from tokencredit.runs.jsonl import read_metrics, read_samples
-from tokencredit.runs.resuming import LINES, allowed_changes, for_trainer, newest, saved
+from tokencredit.runs.jsonl import EVENTS, read_changes, read_metrics, read_samples, scored_anew
+from tokencredit.runs.resuming import LINES, allowed_changes, changes_since, for_trainer, newest, saved
 from tokencredit.runs.summary import History, Summary, summarise
 from tokencredit.runs.trackers import Trackers
 from tokencredit.settings.reader import dump_yaml
@@ -68,6 +68,8 @@ class RunRecord:
         self.main, self.show_every = processes.main, show_every
         self.from_python: list[str] = []
         """Names of the trainer's arguments that config.yaml does not hold."""
+        self.sources: dict[str, str] = {}
+        """Digests of what the run reads by name, by setting or argument."""
         folder = args.dir
         if folder is None:  # each process would take its own clock's
             folder = processes.texts(str(RunFolder(None).path))[0]
@@ -160,37 +162,28 @@ class RunRecord:
             self.folder.rewind(done, state["files"] if state else dict.fromkeys(LINES, 0))
             self._write_settings()
         self.processes.wait()
-        self._reread()
-        self._start([*damaged, *foreign_code(config), *lines, *self._differences(done, state, changed)])
+        differences = list(changes_since(done, state, changed, self.sources, self.processes.count))
+        self._reread(done, [key for key, _ in differences if key])
+        self._start([*damaged, *foreign_code(config), *lines])
+        for key, text in differences:
+            self.event(text, **({"changed": key} if key else {}))
         if state is not None:
             self.started -= state["seconds"]
             self.bad_in_a_row = state["bad_in_a_row"]
         return done
 
-    def _differences(
-        self, done: int, state: Mapping[str, Any] | None, changed: Mapping[str, tuple[Any, Any]]
-    ) -> Iterator[str]:
-        """Lines on how the resumed run differs from the one before: processes, iteration, settings, versions."""
-        if state is not None and state["all_processes"] is not None:
-            before, now = len(state["all_processes"]), self.processes.count
-            yield (
-                f"the run goes on in {now} process{'es' * (now > 1)}; the checkpoint is of {before}. Minibatches and "
-                "samples stay the same; random numbers of libraries, such as those of dropout and of reward "
-                "functions, do not"
-            )
-        yield f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew"
-        for key, (old, new) in changed.items():
-            yield f"{key} is now {new!r}; it was {old!r}"
-        for name, version in versions().items() if state else ():
-            if state is not None and state["versions"].get(name) != version:
-                yield f"{name} is now {version}; the checkpoint is of {state['versions'].get(name)}"
+    def _reread(self, done: int, changed: Sequence[str]) -> None:
+        """Load the history and samples of finished iterations from the run's files, in place of an earlier start's.
 
-    def _reread(self) -> None:
-        """Load the history and samples of finished iterations from the run's files, in place of an earlier start's."""
+        `changed` is what has changed now, after `done` iterations.
+        """
         self.history, self.best, self.best_iteration = History(), -math.inf, 0
+        earlier = read_changes(self.folder.path / EVENTS)
+        self.history.since = scored_anew([*earlier, *((done, key) for key in changed)])
         for row in read_metrics(self.folder.path / "metrics.jsonl"):
             self.history.append(row)
-            self._judge(row)
+            if len(self.history) > self.history.since:
+                self._judge(row)
         last = len(self.history)
         samples = read_samples(self.folder.path / "samples.jsonl", {1, last})
         self.first_samples = [sample for sample in samples if sample["iteration"] == 1]
@@ -204,7 +197,8 @@ class RunRecord:
 
     def _diagnose(self, *, ended: bool) -> list[Finding]:
         """Findings on the run so far, with the values chosen for `auto` settings."""
-        return diagnose(self.history, apply_choices(self.config, self.choices or {}), ended=ended)
+        rows = self.history[self.history.since :] if self.history.since else self.history
+        return diagnose(rows, apply_choices(self.config, self.choices or {}), ended=ended)
 
     def _start(self, events: Sequence[str]) -> None:
         """Begin to log, with the events before, and these."""
@@ -216,18 +210,18 @@ class RunRecord:
         for event in events:
             self.event(event)
 
-    def event(self, text: str) -> None:
+    def event(self, text: str, **about: Any) -> None:
         """Print an event, and append it to events.jsonl."""
         self.screen.say(text)
-        self.log(text)
+        self.log(text, **about)
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, **about: Any) -> None:
         """Append an event to events.jsonl; one before the run has begun, or is resumed, comes then."""
         if not self.running:
             self.early.append(text)
         elif self.main:
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            self.folder.append("events.jsonl", {"time": now, "after_iteration": len(self.history), "event": text})
+            self.folder.append(EVENTS, {"time": now, "after_iteration": len(self.history), "event": text} | about)
 
     def iteration(self, metrics: dict[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Record and show one iteration."""
@@ -304,7 +298,7 @@ class RunRecord:
             process: state of this process.
         """
         target = self.folder.path / "checkpoints" / f"{number:06d}"
-        contents: dict[str, Any] = {"trainer": state, "bad_in_a_row": self.bad_in_a_row}
+        contents: dict[str, Any] = {"trainer": state, "bad_in_a_row": self.bad_in_a_row, "sources": self.sources}
         contents["seconds"] = time.perf_counter() - self.started
         own = int(self.processes.sum(torch.tensor(size_of(process), device=self.processes.device)))
         with ExitStack() as stack:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
+from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values, versions
 from tokencredit.runs.folder import size
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, unused
@@ -143,6 +144,44 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     # A key of one side alone is an entry of a list, or was left out of a file written by hand.
     both = {key: (before.get(key), now.get(key)) for key in now | before if key in before.keys() & now or "[" in key}
     return {key: values for key, values in both.items() if values[0] != values[1] and key not in ignored}
+
+
+def changes_since(
+    done: int,
+    state: Mapping[str, Any] | None,
+    changed: Mapping[str, tuple[Any, Any]],
+    sources: Mapping[str, str],
+    processes: int,
+) -> Iterator[tuple[str | None, str]]:
+    """How a run differs from its checkpoint: what has changed, if it is a setting or a source, and a line for the user.
+
+    Args:
+        done: the iterations done.
+        state: the checkpoint; None without one.
+        changed: settings before and now.
+        sources: digests of what the run reads by name, now.
+        processes: their number now.
+    """
+    if state is not None and state["all_processes"] is not None:
+        before, now = len(state["all_processes"]), processes
+        yield (
+            None,
+            f"the run goes on in {now} process{'es' * (now > 1)}; the checkpoint is of {before}. Minibatches and "
+            "samples stay the same; random numbers of libraries, such as those of dropout and of reward functions, do "
+            "not",
+        )
+    yield None, f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew"
+    for key, (old, new) in changed.items():
+        yield key, f"{key} is now {new!r}; it was {old!r}"
+    if state is None:
+        return
+    for name, digest in sources.items():
+        group = re.split(r"[.[]", name)[0]  # whose keys, such as prompts.template, may be the reason
+        if state["sources"].get(name, digest) != digest and not any(key.startswith(group) for key in changed):
+            yield name, f"{name} is not what it was at the checkpoint: its rows or its source have changed"
+    for name, version in versions().items():
+        if state["versions"].get(name) != version:
+            yield None, f"{name} is now {version}; the checkpoint is of {state['versions'].get(name)}"
 
 
 def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

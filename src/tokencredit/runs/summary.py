@@ -28,6 +28,8 @@ class History(Sequence[Row]):
     def __init__(self) -> None:
         self._columns: dict[str, array[float]] = {}
         self._rows = 0
+        self.since = 0
+        """Rows before the last change of what is scored."""
 
     def append(self, row: Mapping[str, float | None]) -> None:
         """Add a row."""
@@ -107,6 +109,8 @@ class Summary(Mapping[str, Any]):
     """`iterations`, the key of a rule under `stop`, a signal, or a short reason."""
     run_kind: RunKind = field(repr=False)
     """The kind of run, which names the keys of the mapping."""
+    since: int = 0
+    """Iterations before the reward or the prompts changed, which `first` and `last` leave out."""
 
     def __getitem__(self, key: str) -> Any:
         return self._entries()[key]
@@ -132,23 +136,26 @@ class Summary(Mapping[str, Any]):
 
 def summarise(history: History, run_kind: RunKind, folder: Path, seconds: float, stopped_by: str) -> Summary:
     """The summary of a run with these metrics."""
+    comparable = history[history.since :]
     return Summary(
         folder=folder,
-        first=next(finite(history.column(run_kind.headline)), None),
-        last=final_mean(history, run_kind.headline),
+        first=next(finite(row.get(run_kind.headline) for row in comparable), None),
+        last=final_mean(comparable, run_kind.headline),
         kl_last=final_mean(history, "kl"),
         iterations=len(history),
         seconds=seconds,
         per_second=sum((*finite(history.column(run_kind.unit)), *finite(history.column(PRETRAINING)))) / seconds,
         stopped_by=stopped_by,
         run_kind=run_kind,
+        since=history.since,
     )
 
 
-def averaged(iterations: int) -> str:
-    """The final iterations whose mean counts as a run's end, in words."""
-    count = final_window(iterations)
-    return "in the last iteration" if count == 1 else f"mean of the last {count} iterations"
+def averaged(iterations: int, since: int = 0) -> str:
+    """The final iterations whose mean counts as a run's end, in words; `since` as in `Summary`."""
+    count = final_window(iterations - since)
+    changed = f", after what is scored changed in iteration {since + 1}" if since else ""
+    return ("in the last iteration" if count == 1 else f"mean of the last {count} iterations") + changed
 
 
 def figure(value: float | None) -> str:

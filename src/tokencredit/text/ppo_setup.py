@@ -18,7 +18,7 @@ from tokencredit.runs.summary import count, shortened
 from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.data.datasets import from_python
+from tokencredit.text.data.datasets import digest, from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
@@ -32,6 +32,7 @@ from tokencredit.text.rewards.terms import as_terms, build_terms
 from tokencredit.text.rewards.texts import last_message
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import EpisodePlayer, Framings
+from tokencredit.text.user_code.user_objects import source_digest
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -169,6 +170,27 @@ def evaluation_tasks(args: PPOConfig, dataset: Rows | None = None) -> Tasks:
     return load_tasks(
         held_out or args.prompts, seed=args.seed, stream=1, dataset=dataset, group=group, dataset_name="eval_dataset"
     )
+
+
+def source_digests(
+    args: PPOConfig, given: dict[str, Any], prompts: Prompts | Tasks, held_out: Prompts | Tasks
+) -> dict[str, str]:
+    """Digests of the code and the rows that a run reads by name or was `given` from Python, by setting or argument."""
+    named: dict[str, Any] = {}
+    if given["reward_funcs"] is None:
+        for number, term in enumerate(args.reward):
+            kind, name = term.source()
+            named |= {f"reward[{number}].{kind}": name}
+    named |= {"env.factory": args.env.factory} | {f"tools[{i}]": tool for i, tool in enumerate(args.tools)}
+    for argument in ("reward_funcs", "tools", "environment_factory"):
+        value = given[argument]
+        entries = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        named |= {f"{argument}[{i}]": getattr(entry, "function", entry) for i, entry in enumerate(entries)}
+    digests = {name: source_digest(value) for name, value in named.items()}
+    for group, rows in {held_out.name: ("eval", held_out), prompts.name: ("prompts", prompts)}.values():
+        if rows.rows is not None and rows.name != f"{group}.text":
+            digests[rows.name if rows.name in given else f"{group}.dataset"] = digest(rows.rows)
+    return {name: value for name, value in digests.items() if value is not None}
 
 
 def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:

@@ -119,8 +119,10 @@ class PPOTrainer:
             prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows.values())
             self.prompts, self.eval_prompts = prepared
             python = {"tools": tools or None, "environment_factory": environment_factory, "peft_config": peft_config}
-            self.origin = origin(lm, self.tokenizer, {"reward_funcs": reward_funcs} | rows | python)
+            given = {"reward_funcs": reward_funcs} | rows | python
+            self.origin = origin(lm, self.tokenizer, given)
             self.record.from_python = self.origin["given"]
+            self.record.sources = setup.source_digests(args, given, *prepared)
             named = model is None or isinstance(model, str)
             models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named, sharding)
             setup.check_columns(terms, models, self.prompts, self.eval_prompts)

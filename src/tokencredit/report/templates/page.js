@@ -1,4 +1,4 @@
-const { headline, curves, credit, opened, audited, alternatives, audit } = data;
+const { headline, changes, curves, credit, opened, audited, alternatives, audit } = data;
 const views = [...credit, ...audited]; // an audit is listed like an iteration
 const TRUTH = { advantage: "true advantage", value: "true value" };
 
@@ -268,6 +268,8 @@ function plots() {
       });
       plot(box, traces, {
         title: { text: plain(chart.title), font: { size: 14 } }, margin: { l: 60, r: 10, t: 36, b: box.id ? 50 : 30 }, showlegend: traces.length > 1,
+        shapes: changes.map(({ x }) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1 } })),
+        annotations: changes.map(({ x, text }) => ({ x, y: 1, yref: "paper", text: "changed", hovertext: plain(text), showarrow: false, font: { size: 10 } })),
         legend: { orientation: "h", y: -0.2, font: { size: 11 } }, xaxis: box.id ? { title: { text: "iteration" } } : {}, yaxis: { exponentformat: "none" },
       });
     }
