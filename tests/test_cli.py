@@ -173,7 +173,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["play", "nowhere", "--seed", str(MAX_SEED + 1)], f"--seed is {MAX_SEED + 1}; it must be at least 0"),
         (["train", "--run.dir", ""], "run.dir is empty; give a folder, or leave it out for runs/DATE-TIME"),
         (["train", "--resume", ""], "--resume is empty; give the folder of a run"),
-        (["trane"], "invalid choice: 'trane'"),
+        (["trane"], "unknown command trane; did you mean train?"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(arguments, message, capsys):

@@ -16,6 +16,7 @@ from tokencredit.distributed.signals import INTERRUPTED, UNREAD, end_on_interrup
 from tokencredit.errors import ConfigError, NotInstalled, ProcessLost, RunStopped
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.command_line import Parser, checked
+from tokencredit.settings.foreign_names import misspelt
 
 MEMORY_ADVICE = {
     "evaluate": "; lower --samples or --max_new_tokens",
@@ -70,6 +71,10 @@ def top_level(arguments: Sequence[str]) -> int:
     """What the command does without a subcommand: help, version and shell completion; everything else is refused."""
     if any(argument in COMMANDS for argument in arguments):
         raise ConfigError(f"{arguments[0]} belongs after the command")
+    if arguments and not arguments[0].startswith("-"):
+        near = misspelt(arguments[0], COMMANDS)
+        advice = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {arguments[0]}; {advice}")
     parser = Parser("PPO for language models and agents.", prog="tokencredit")
     parser.add_argument("--version", action="version", version=f"tokencredit {__version__}", help="Print the version.")
     parser.add_argument(

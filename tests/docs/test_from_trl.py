@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from helpers.configs import keys
 from helpers.docs import names_in, table_rows
 from tokencredit import DPOConfig, PPOConfig, PPOTrainer, RewardModelConfig, SFTConfig
-from tokencredit.settings.trl import TRL
+from tokencredit.settings.foreign_names import TRL
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-trl.md").read_text(encoding="utf-8")
 TRL_FIELDS = names_in(Path(__file__).with_name("trl_ppo_config_fields.txt"))

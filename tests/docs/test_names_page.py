@@ -11,6 +11,8 @@ from helpers.configs import keys
 from helpers.docs import names_in, table_rows
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import settings_of
+from tokencredit.settings.foreign_names import suggestion
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 
@@ -31,6 +33,15 @@ AGENTS, TEXTS = keys(ControlConfig), keys(PPOConfig)
 def test_every_argument_of_theirs_has_one_row(section, file):
     named = [name for row in table_rows(SECTIONS[section]) for name in re.findall(r"`--([\w-]+)`", row[0])]
     assert sorted(named) == sorted(names_in(Path(__file__).with_name(file)))
+
+
+@pytest.mark.parametrize("section", ["CleanRL", "The Berkeley homework"])
+def test_no_message_on_a_name_says_another_key_than_its_row(section):
+    for names, here, _ in table_rows(SECTIONS[section]):
+        for name in re.findall(r"`--([\w-]+)`", names):
+            advice = suggestion(name, settings_of(ControlConfig))
+            wanted = re.findall(r"`([^`]+)`", here) or ["no counterpart"]
+            assert any(key in advice for key in [*wanted, "see --print_config"]), (name, advice)
 
 
 @pytest.fixture(scope="module")

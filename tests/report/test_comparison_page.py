@@ -213,7 +213,7 @@ def test_the_command(repeat, tmp_path, capsys):
     [
         (["{run}", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
         (["{run}", "--metric", "rewrad"], "did you mean reward?"),
-        (["{run}", "--group-by", "optim.ir"], "no run has the key optim.ir; did you mean optim.lr?"),
+        (["{run}", "--group-by", "optim.ir"], "no run has the key optim.ir; optim has name, lr, "),
         (["{run}", "--out", "{run}/config.yaml"], "config.yaml': File exists; give another --out"),
         (["{run}", "--smooth", "0"], "smooth"),
         ([], "compare needs RUN"),

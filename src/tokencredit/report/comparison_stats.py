@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import final_mean, finite
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.fields import flat
+from tokencredit.settings.foreign_names import misspelt, suggestion
 from tokencredit.settings.run_kind import TEXT, RunKind, run_kind_of
 
 POINTS = 500
@@ -118,10 +118,7 @@ def group_runs(runs: Sequence[Run], key: str | None = None) -> list[Group]:
     settings = [texts(run.config) for run in runs]
     if key is not None and not any(key in found for found in settings):
         known = dict.fromkeys(name for found in settings for name in found)
-        near = difflib.get_close_matches(key, known, n=1)
-        raise ConfigError(
-            f"no run has the key {key}" + (f"; did you mean {near[0]}?" if near else "; see a run's config.yaml")
-        )
+        raise ConfigError(f"no run has the key {key}; {suggestion(key, known, 'see config.yaml of a run')}")
     parts: dict[Any, list[int]] = {}
     for number, found in enumerate(settings):
         same = found.get(key, MISSING) if key is not None else tuple(sorted(without_seed(found).items()))
@@ -190,7 +187,7 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     if not lacking:
         return wanted
     common = sorted(set.intersection(*found))
-    near = difflib.get_close_matches(wanted, common, n=1)
+    near = misspelt(wanted, common)
     raise ConfigError(
         f"no number for the metric {wanted} in {', '.join(lacking)}; "
         + (f"did you mean {near[0]}? " if near else "")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
@@ -17,6 +18,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import RewardTerm
 from tokencredit.settings.describe import commented_yaml, first_sentences, help_of, rows_of, table
 from tokencredit.settings.fields import check_value, no_group, options_of, settings_of, unknown_key, wanted_of
+from tokencredit.settings.foreign_names import misspelt
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.settings.reader import build, grouped, load_yaml, merged, read_settings, read_yaml
 from tokencredit.settings.run_kind import RUN_KINDS, other_run_kind, refuse_foreign_code, run_config_file
@@ -106,7 +108,8 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             name = (error.argument_name or self.prog).rpartition("/")[2]
             joint = " " if error.message.startswith("is ") else ": "  # a value of a type here, or argparse's own words
-            raise ConfigError(f"{name}{joint}{error.message}") from error
+            dash = f"; a value that begins with - is {name}=VALUE" if error.message == "expected one argument" else ""
+            raise ConfigError(f"{name}{joint}{error.message}{dash}") from error
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
         for name, words in self.needs.items():
@@ -193,6 +196,8 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"--config: {file!r} {state}")
         settings = read_yaml(Path(file))
         if isinstance(settings, Mapping):
+            if {"variants", "grid"} & set(settings):
+                raise ConfigError(f"{file}: it is a sweep's; train its runs with: tokencredit sweep {quote(file)}")
             if run_kind := other_run_kind(settings, self.kind):
                 raise ConfigError(f"{file}: it is a configuration of tokencredit {run_kind.command}")
             options = {action.dest for action in self._actions if not isinstance(action, Given)}
@@ -214,7 +219,11 @@ class Parser(argparse.ArgumentParser):
     def _unknown(self, argument: str) -> str:
         """A message on an argument that no option takes."""
         if not argument.startswith("--"):
-            return f"unexpected argument {argument!r}; see --help"
+            key, equals, _ = argument.partition("=")
+            known = {} if self.kind is None else settings_of(self.kind)
+            if equals and key not in known and known:
+                return unknown_key(key, known)
+            return f"unexpected argument {argument!r}; " + (f"write --{argument}" if equals and known else "see --help")
         name = argument[2:].partition("=")[0]
         own = [option[2:] for action in self._actions for option in action.option_strings if option.startswith("--")]
         if self.kind is not None:
@@ -224,7 +233,7 @@ class Parser(argparse.ArgumentParser):
                 wanted = wanted_of(parent.hint)
                 return f"unknown key {name}: {parent.name} has no keys of its own; it must be {wanted}"
             return unknown_key(name, list(known))
-        near = get_close_matches(name, [option for option in own if option != "debug"], n=1)
+        near = misspelt(name, [option for option in own if option != "debug"])
         return f"unknown option --{name}; " + (f"did you mean --{near[0]}?" if near else "see --help")
 
 
@@ -245,14 +254,15 @@ def value_of(hint: Any, key: str, text: str) -> Any:
     options = options_of(hint)
     texts = [option for option in options if option is str or get_origin(option) is Literal]
     lists = [option for option in options if get_origin(option) is list]
-    if texts and not (lists and text.lstrip().startswith("[")):
-        choices = get_args(texts[0])
-        return None if choices and text == "null" and NoneType in options else text
+    listed = bool(lists) and re.match(r"\s*\[\s*[\"']" if texts else r"\s*\[", text)
+    if (texts or list[str] in lists) and not listed:
+        choices = [choice for option in texts for choice in get_args(option)]
+        return None if NoneType in options and text == "null" and (choices or not texts) else text
     try:
         value = load_yaml(text)
     except yaml.YAMLError:
         value = text
-    if texts and not isinstance(value, list):
+    if listed and not isinstance(value, list):
         return text
     if is_dataclass(hint) and not isinstance(value, Mapping):
         raise ConfigError(no_group(key, value, next(iter(settings_of(hint)))))  # type: ignore[arg-type]  # a class

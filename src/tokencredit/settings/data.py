@@ -74,11 +74,14 @@ class RewardTerm:
             raise ConfigError(no_group(key, settings, "function"))
         names = {kind: [item.name for item in fields(term)] for kind, term in KINDS.items()}
         owners = {name: [kind for kind in KINDS if name in names[kind]] for name in settings}
+        kinds = [kind for kind in KINDS if kind in settings]
         for name in settings:
             if not owners[name]:
-                known = [f"{key}.{own}" for kind in KINDS for own in names[kind]]
-                raise ConfigError(unknown_key(f"{key}.{name}", known))
-        kinds = [kind for kind in KINDS if kind in settings]
+                known = [f"{key}.{own}" for kind in KINDS if kind in settings or not kinds for own in names[kind]]
+                message = unknown_key(f"{key}.{name}", list(dict.fromkeys(known)))
+                if kinds == ["function"] and "did you mean" not in message:
+                    message = f"unknown key {key}.{name}; arguments of the function go into {key}.kwargs"
+                raise ConfigError(message)
         if len(kinds) != 1:
             has = " and ".join(kinds) or "none"
             raise ConfigError(f"{key} needs exactly one of {', '.join(KINDS)}; it has {has}")

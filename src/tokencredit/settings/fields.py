@@ -5,7 +5,7 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
-import difflib
+import json
 import operator
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import ConfigError, quoted
-from tokencredit.settings.trl import NONE, TRL, trl_names
+from tokencredit.settings.foreign_names import CHOICES, misspelt, suggestion
 
 Config = TypeVar("Config")
 
@@ -64,13 +64,8 @@ def no_group(key: str, value: Any, name: str) -> str:
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """A message on an unknown key: the key for a name of TRL's, or the closest known one."""
-    if any(here in known or here == NONE for here in TRL.get(key, "").split(", ")):
-        return f"unknown key {key}; {trl_names([key])}"
-    near = [name for name in known if name.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1)
-    return f"unknown key {key}; " + (
-        f"did you mean {' or '.join(near)}?" if near else "see --print_config for all keys"
-    )
+    """A message on an unknown key, with the one that is meant, if that is clear."""
+    return f"unknown key {key}; {suggestion(key, known)}"
 
 
 def check(config: Any, prefix: str = "") -> None:
@@ -122,7 +117,12 @@ def wrong_value(key: str, value: Any, hint: Any) -> str:
     options = [option for option in options_of(hint) if option is not NoneType]
     wanted = " or ".join(map(wanted_of, options))
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    near = difflib.get_close_matches(str(value), choices, n=1)
+    named = CHOICES.get(str(value))
+    near = misspelt(str(value), choices) if named is None else [named] if named in choices else []
+    if str(value).lower() == "none" and NoneType in options_of(hint):
+        near = ["null"]
+    if isinstance(value, str) and value and list[str] in options:
+        wanted += f", such as {json.dumps([value], ensure_ascii=False)}"
     advice = f"; did you mean {near[0]}?" if near else _advice(value)
     return f"{key} is {quoted(value)}; it must be {wanted}{advice}"
 

@@ -211,6 +211,9 @@ def _values(default: Any, settings: Mapping[str, Any], known: Collection[str], p
     for name, value in settings.items():
         key = f"{prefix}{name}"
         if name not in hints:
+            while isinstance(value, Mapping) and value:  # a group of another project, whose key may be known
+                (name, value), *_ = value.items()
+                key = f"{key}.{name}"
             raise ConfigError(unknown_key(key, known))
         if not is_dataclass(hints[name]) or value is None:
             made[name] = _converted(key, value, hints[name])

@@ -116,10 +116,11 @@ OFFLINE = (SFT, REWARD_MODEL, DPO)
 RUN_KINDS = {run_kind.name: run_kind for run_kind in (TEXT, CONTROL, *OFFLINE)}
 MARKERS = {
     **{f"env.{item.name}": CONTROL for item in fields(EnvConfig) if item.name != "kwargs"},
-    **dict.fromkeys(("agent", "algorithm", "steps"), CONTROL),
-    **{"sft": SFT, "reward_model": REWARD_MODEL, "dpo": DPO, "env": TEXT, "rollout": TEXT, "model": TEXT},
+    **dict.fromkeys(("agent.", "algorithm", "steps"), CONTROL),
+    **{"sft.": SFT, "reward_model.": REWARD_MODEL, "dpo.": DPO, "env.": TEXT, "rollout.": TEXT, "model.": TEXT},
 }
-"""Kinds of runs by keys of their configurations; the first that a configuration has counts."""
+"""Kinds of runs by keys of their configurations, groups with a dot at the end; the first that a configuration has
+counts."""
 
 
 def run_kind_of(config: Mapping[str, Any]) -> RunKind:
@@ -130,14 +131,16 @@ def run_kind_of(config: Mapping[str, Any]) -> RunKind:
 
 def other_run_kind(config: Mapping[str, Any], kind: type) -> RunKind | None:
     """The kind of run of a configuration if it is not of this class; None if it is, or is not clear."""
-    keys = keys_of(config) - set(settings_of(kind))
+    own = settings_of(kind)
+    keys = {key for key in keys_of(config) if key.removesuffix(".") not in own}
     return next((run_kind for key, run_kind in MARKERS.items() if key in keys), None)
 
 
 def keys_of(config: Mapping[str, Any]) -> set[str]:
-    """The keys of a configuration and of its groups, dotted."""
+    """The keys of a configuration and of its groups, dotted; those of groups with a dot at the end."""
     inner = {f"{key}.{name}" for key, group in config.items() if isinstance(group, Mapping) for name in group}
-    return {*map(str, config), *(str(key).partition(".")[0] for key in config), *inner}
+    whole = {f"{key}." if isinstance(value, Mapping) else str(key) for key, value in config.items()}
+    return whole | {f"{key.partition('.')[0]}." for key in whole if "." in key} | inner
 
 
 def foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> list[str]:

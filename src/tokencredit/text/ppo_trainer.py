@@ -28,9 +28,9 @@ from tokencredit.runs.loop import State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
+from tokencredit.settings.foreign_names import refuse_arguments
 from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.trl import refuse_arguments
 from tokencredit.text import ppo_setup as setup
 from tokencredit.text.ahead import CurrentPolicy, SamplesAhead
 from tokencredit.text.audit.completion_auditor import CompletionAuditor
