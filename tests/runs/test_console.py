@@ -48,8 +48,17 @@ def test_each_number_is_explained_once():
 
     out = shown(iterations)
     for label, meaning in SHOWN_METRICS.values():
-        explained = label in ("reward", "KL", "entropy", "length", "clipped", "evaluated")
-        assert out.count(meaning) == explained
+        explained = label in ("reward", "KL", "entropy", "length", "clipped")
+        assert out.count(meaning) == (explained or meaning.startswith("average return of an"))
+
+
+@pytest.mark.parametrize("key", ["eval/reward", "eval/average_return"])
+def test_an_evaluation_is_shown_and_stays_on_a_terminal(key):
+    row = METRICS | {key: 0.625}
+    assert "evaluated 0.625" in shown(lambda screen: screen.iteration(row)).splitlines()[-1]
+    (kept,) = [line for line in shown(lambda screen: screen.iteration(row), True).splitlines() if "iteration 3" in line]
+    assert kept.strip().endswith("iteration 3  evaluated 0.625")
+    assert "iteration 3" not in shown(lambda screen: screen.iteration(METRICS), True)
 
 
 def test_pairs_are_aligned_and_a_label_is_not_repeated():

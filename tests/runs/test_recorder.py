@@ -4,10 +4,12 @@ import json
 import shutil
 import time
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 import yaml
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -200,6 +202,39 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
     assert made.trackers.active == []
     assert read_events(tmp_path / "run")[0].startswith("the tracker tensorboard is disabled: ")
     iterate(made, [1])
+
+
+def test_a_tracker_gets_the_runs_name_and_its_configuration(tmp_path, monkeypatch):
+    class Board(GeneralTracker):
+        """Keeps what W&B would be told."""
+
+        name, requires_logging_directory = "wandb", False
+        told: ClassVar[list] = []
+
+        def __init__(self, project, **options):
+            self.told.append((project, options))
+
+        def start(self):
+            pass
+
+        def store_init_configuration(self, values):
+            self.told.append(values)
+            raise ConnectionError("later")
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Board)
+    monkeypatch.setattr("tokencredit.runs.trackers.get_available_trackers", lambda: ["wandb"])
+    args = config(tmp_path / "a run", trackers=["wandb"])
+    made = record(args)
+    made.begin(args, 0, 0)
+    (start, settings) = Board.told
+    assert start == ("tokencredit", {"name": "a run"})
+    assert settings["run.dir"] == str(tmp_path / "a run")
+    assert settings["optim.lr"] == args.optim.lr
+    assert settings["reward[0].classifier"] == "builtin:reviews"
+    assert settings["run.trackers"] == '["wandb"]'
+    assert settings["prompts.text"] is None
+    assert [tracker.name for tracker in made.trackers.active] == ["wandb"], "the run is logged without it"
+    assert "the tracker wandb lacks the configuration: ConnectionError: later" in read_events(tmp_path / "a run")
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path):

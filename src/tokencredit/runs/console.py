@@ -27,6 +27,7 @@ SHOWN_METRICS = {
     "train/average_return": ("return", "average of the last 100 training episodes"),
     "eval/average_return": ("evaluated", "average return of an evaluation's episodes"),
     "reward": ("reward", "mean score of the completions"),
+    "eval/reward": ("evaluated", "mean score of an evaluation's completions"),
     "kl": ("KL", "distance to the reference model, in nats per completion"),
     "log_ratio": (
         "log-ratio",
@@ -120,6 +121,10 @@ class Screen:
         self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
         if not self.console.is_terminal:
             self.say(f"iteration {metrics['iteration']}/{self.iterations}  {numbers}")
+        elif evaluated := [
+            f"{label} {figure(metrics[key])}" for key, label in shown.items() if key.startswith("eval/")
+        ]:
+            self.say(f"iteration {metrics['iteration']}  {'  '.join(evaluated)}")  # the bar's own are soon replaced
         if any(name.startswith("audit/") for name in metrics):
             self.say(_audited(metrics))
 

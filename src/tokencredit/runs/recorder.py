@@ -206,7 +206,7 @@ class RunRecord:
         while self.early:
             self.log(self.early.pop(0))
         self.started = time.perf_counter()
-        self.trackers.start(len(self.history) + 1)
+        self.trackers.start(len(self.history) + 1, self.config)
         for event in events:
             self.event(event)
 

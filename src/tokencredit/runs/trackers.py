@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,17 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from tokencredit.errors import ConfigError
+from tokencredit.settings.fields import flat
 
 PROJECT = "tokencredit"
+RUN_NAME = {
+    "wandb": "name",
+    "trackio": "name",
+    "swanlab": "experiment_name",
+    "mlflow": "run_name",
+    "clearml": "task_name",
+}
+"""Arguments for a run's name, of the trackers that have one."""
 
 
 class Trackers:
@@ -39,13 +49,18 @@ class Trackers:
         self.names, self.folder, self.report = chosen if enabled else [], folder, report
         self.active: list[Any] = []
 
-    def start(self, first: int) -> None:
-        """Start the trackers at this iteration; TensorBoard then hides earlier records from it on."""
+    def start(self, first: int, config: Mapping[str, Any]) -> None:
+        """Start the trackers at this iteration, with the run's name and its configuration in plain dicts.
+
+        TensorBoard then hides earlier records from that iteration on.
+        """
         if self.missing:
             self.report("no TensorBoard curves: TensorBoard is not installed (pip install tensorboard)")
         for name in self.names:
             kind = LOGGER_TYPE_TO_CLASS[name]
             options: dict[str, Any] = {"logging_dir": str(self.folder)} if kind.requires_logging_directory else {}
+            if name in RUN_NAME:
+                options[RUN_NAME[name]] = self.folder.absolute().parent.name
             if name == "tensorboard" and first > 1:
                 options["purge_step"] = first
             try:
@@ -54,6 +69,19 @@ class Trackers:
                 self.active.append(tracker)
             except Exception as error:
                 self.report(f"the tracker {name} is disabled: {type(error).__name__}: {error}")
+                continue
+            if name != "tensorboard":  # which would make a run of its own of it
+                self._configure(tracker, config)
+
+    def _configure(self, tracker: Any, config: Mapping[str, Any]) -> None:
+        """Give a tracker the settings by whole keys, lists and dicts as JSON."""
+        plain = bool | int | float | str | None
+        try:
+            tracker.store_init_configuration(
+                {key: x if isinstance(x, plain) else json.dumps(x) for key, x in flat(config).items()}
+            )
+        except Exception as error:
+            self.report(f"the tracker {tracker.name} lacks the configuration: {type(error).__name__}: {error}")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log an iteration's metrics."""
