@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -58,8 +58,28 @@ class Bar(Progress):
                 yield Text(numbers)
 
 
+class Encodable:
+    """A text stream that takes characters which its encoding lacks, as escapes: `→` in cp1252."""
+
+    def __init__(self, stream: IO[str]):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        return self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 class Output(Console):
-    """A console whose process goes on when nobody reads its output any more, as after `| head`."""
+    """A console on which a run's text never fails: in any encoding, and when nobody reads it, as after `| head`."""
+
+    @property  # type: ignore[misc]  # of the parent too, with a setter that is not used
+    def file(self) -> IO[str]:
+        """The stream."""
+        return cast(IO[str], Encodable(super().file))
 
     def on_broken_pipe(self) -> None:
         """Print nothing more."""

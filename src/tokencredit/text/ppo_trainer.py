@@ -382,4 +382,5 @@ class PPOTrainer:
         prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None
         player = self.pipeline.player
         environment = None if player is None else player.environments.name
-        (folder / "README.md").write_text(model_card(self.args, names, summary, prompts, environment))
+        card = model_card(self.args, names, summary, prompts, environment)
+        (folder / "README.md").write_text(card, encoding="utf-8")

@@ -163,7 +163,13 @@ def read_id(folder: JobFolder) -> str | None:
 
 def queued() -> set[str] | None:
     """Ids of this user's jobs that wait or run; None if Slurm does not answer."""
-    done = subprocess.run(["squeue", "--me", "--noheader", "--format=%A"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["squeue", "--me", "--noheader", "--format=%A"],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
     if done.returncode:
         say(f"squeue does not answer: {' '.join(done.stderr.split())}; asking again")
         return None
