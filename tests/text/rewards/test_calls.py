@@ -107,6 +107,17 @@ def test_a_service_that_recovers_within_the_retries_gives_its_scores(plan, servi
     assert len(caplog.records) == len(plan)
 
 
+@pytest.mark.parametrize(
+    "mistake", [NameError("score"), ModuleNotFoundError("x"), NotImplementedError(), [[1.0, 2.0], 2.0]]
+)
+def test_what_can_never_succeed_is_tried_once(mistake):
+    failing = Failing(mistake)
+    with pytest.raises(RewardError) as caught:
+        rate(Term("f", 1.0, failing))
+    assert failing.calls[1:] in ([], [["one"]]), "again only to find the completion"
+    assert "tries" not in str(caught.value)
+
+
 @pytest.mark.slow
 def test_a_service_that_hangs_is_asked_again(service, caplog):
     service.plan = ["hang", "hang"]

@@ -218,6 +218,29 @@ def test_tensors_and_arrays_are_numbers_too():
     scores = rate([Term("t", 1.0, lambda completions: torch.tensor([1.0, 2.0]))])
     assert scores.totals == [1.0, 2.0]
     assert rate([gives(torch.tensor(1.0), torch.tensor(3).numpy())]).totals == [1.0, 3.0]
+    column = torch.tensor([[1.0], [2.0]])
+    for scores in (column, column.numpy()):
+        assert rate([Term("t", 1.0, lambda completions, given=scores: given)]).totals == [1.0, 2.0], "as a model gives"
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_a_function_may_return_the_coroutine_of_another(timeout):
+    async def judge(completions):
+        await asyncio.sleep(0)
+        return [float(len(completion)) for completion in completions]
+
+    async def broken(completions):
+        raise ValueError("no key")
+
+    def decorated(function):
+        return lambda *args, **columns: function(*args)
+
+    functions = (lambda completions, **columns: judge(completions), lambda completions: decorated(judge)(completions))
+    for function in (*functions, partial(judge), partial(functions[0], style="short")):
+        term = Term("f", 1.0, function, timeout=timeout)
+        assert rate([term]).totals == [float(len(c)) for c in COMPLETIONS]
+    with pytest.raises(RewardError, match="raised ValueError: no key"):
+        rate([Term("f", 1.0, lambda completions: broken(completions), retries=0, timeout=timeout)])
 
 
 def test_coroutine_functions_run_together():
@@ -312,7 +335,7 @@ def test_a_function_that_raises_on_the_whole_only():
         (None, r"returned a NoneType; it must return a list"),
         ("ab", r"returned a str; it must return a list"),
         ([1.0, "good"], r"reward term 'odd' is 'good' for the text 'This movie was really awful.*it must be a number"),
-        ([[1.0, 2.0], [1.0]], r"'odd' gave 1 numbers for the 3 tokens of the text 'This movie was really awful"),
+        ([[1.0, 2.0], [1.0]], r"'odd' gave a list of 1 for the 3 tokens of the text 'This movie was really awful"),
         ([[1.0, None], None], r"'odd' is None for the text .*wonderful"),
         ([None, None], r"no reward term scored any completion: odd returned None for all"),
     ],

@@ -15,7 +15,7 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.rewards.ready_made import RewardFunction
 from tokencredit.text.user_code.user_objects import described
-from tokencredit.text.user_code.workers import TimedOut, Workers, call_within, is_coroutine_function
+from tokencredit.text.user_code.workers import TimedOut, Workers, call_within, finished, is_coroutine_function
 
 T = TypeVar("T")
 
@@ -39,6 +39,14 @@ class RewardError(RunStopped):
 
 class NonFiniteScore(RewardError):
     """A score is NaN or infinite."""
+
+
+class WrongShape(RewardError):
+    """The list of a completion has another number of entries than it has tokens."""
+
+
+REPEATING = (ConfigError, NonFiniteScore, WrongShape, NameError, ImportError, SyntaxError, NotImplementedError)
+"""Errors that a further try would repeat: they lie in settings or code, not in a service."""
 
 
 class RewardTimeout(RewardError):
@@ -114,18 +122,18 @@ def _call_with_retries(
     """Call with retries until a result can be read.
 
     An exception does not tell a failing service from a bug in the function: `reply["score"]` of an error message is a
-    KeyError or a TypeError. Everything is retried except errors that would repeat: settings, non-finite numbers, out of
-    memory.
+    KeyError or a TypeError. Everything is retried except `REPEATING` errors and those of memory.
     """
     retries, backoff = term.retries, FIRST_BACKOFF
     while True:
         try:
             return read(call())
         except Exception as error:
-            if isinstance(error, ConfigError | NonFiniteScore) or out_of_memory(error):
+            if isinstance(error, ConfigError | NonFiniteScore | WrongShape) or out_of_memory(error):
                 raise
-            if retries <= 0:
-                raise RewardError(_final_message(term, columns, error)) from error
+            if retries <= 0 or isinstance(error, REPEATING):
+                tries = term.retries - retries + 1
+                raise RewardError(_final_message(term, columns, error, tries)) from error
             LOG.warning("%s; trying again in %g s", _summary(term, error), backoff)
         time.sleep(backoff)
         retries, backoff = retries - 1, min(2 * backoff, MAX_BACKOFF)
@@ -135,7 +143,8 @@ def _call(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call once; on a timeout a coroutine is cancelled, and a sync function's thread is abandoned."""
     try:
         if term.timeout is None and not is_coroutine_function(term.function):
-            return term.function(*args, **kwargs)  # in this thread: it may be bound to it
+            result = term.function(*args, **kwargs)  # in this thread: it may be bound to it
+            return finished(result, None)
         return call_within(WORKERS, term.timeout, term.function, *args, **kwargs)
     except TimedOut as error:
         raise RewardTimeout(f"reward term {term.name!r} exceeded its timeout of {term.timeout:g} s") from error
@@ -173,9 +182,9 @@ def check_columns(terms: Sequence[Term], names: Iterable[str]) -> None:
         _arguments(term, dict.fromkeys(names, ()))
 
 
-def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception) -> str:
-    """The error message when a term's retries are used up."""
-    tries = f" (the last of {term.retries + 1} tries)" if term.retries > 0 else ""
+def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception, count: int) -> str:
+    """The error message of a term after its last try, the `count`-th."""
+    tries = f" (the last of {count} tries)" if count > 1 else ""
     if isinstance(error, RewardTimeout | OSError):
         return f"{_summary(term, error)}{tries}; if the service is only slow, raise the term's timeout or retries"
     if isinstance(error, RewardError):

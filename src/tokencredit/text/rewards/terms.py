@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
-from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term, start_call, start_early
+from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term, WrongShape, start_call, start_early
 from tokencredit.text.rewards.ready_made import READY_MADE, RewardFunction
 from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
 from tokencredit.text.rewards.texts import Text, joined
@@ -257,6 +257,8 @@ def _read(
     finite: bool,
 ) -> list[Value]:
     """Check a term's result and convert it to plain numbers."""
+    if getattr(result, "ndim", 0) == 2 and result.shape[1] == 1:  # a column of scores, as models give
+        result = result[:, 0]
     result = _listed(result)
     if not isinstance(result, list | tuple):
         raise RewardError(f"reward term {name!r} returned a {type(result).__name__}; it must return a list of numbers")
@@ -270,8 +272,9 @@ def _read(
         elif len(value) == length:
             values.append([_number(name, _listed(x), text, finite) for x in value])
         else:
-            raise RewardError(
-                f"reward term {name!r} gave {len(value)} numbers for the {length} tokens of the text {text!r}"
+            raise WrongShape(
+                f"reward term {name!r} gave a list of {len(value)} for the {length} tokens of the text {text!r}; "
+                "it must be a number for the whole completion, or a list of one per token"
             )
     return values
 

@@ -188,6 +188,11 @@ def is_coroutine_function(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def finished(value: Any, timeout: float | None) -> Any:
+    """What a function returned; if that is the coroutine of another, as of a lambda or a decorated one, its result."""
+    return LOOP.result(LOOP.submit(lambda: value), timeout) if inspect.isawaitable(value) else value
+
+
 def begin(
     workers: Workers, timeout: float | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Callable[[], Any]:
@@ -200,12 +205,7 @@ def begin(
         return lambda: LOOP.result(started, timeout)
     call = workers.submit(function, *args, **kwargs)
 
-    def result() -> Any:
-        value = workers.result(call, timeout)
-        # A function that returns the coroutine of another, such as a decorated one.
-        return LOOP.result(LOOP.submit(lambda: value), timeout) if inspect.iscoroutine(value) else value
-
-    return result
+    return lambda: finished(workers.result(call, timeout), timeout)
 
 
 def call_within(
