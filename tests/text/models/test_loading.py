@@ -229,3 +229,46 @@ def test_an_upload_that_fails_says_where_the_policy_is(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: (_ for _ in ()).throw(OSError(-2, "Name not known")))
     with pytest.raises(RunStopped, match=r"^could not upload to run\.push_to_hub 'me/policy': .*the policy is in "):
         upload(tmp_path, "me/policy")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"vocab_size": 300},
+            r"lm_head\.weight has the shape \[2048, 32\], and config\.json asks for \[300, 32\]",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "cannot load .*ImportError: .*install optimum",
+        ),
+        ({"hidden_act": "nope"}, r"cannot load a language model from .*: KeyError: 'nope'$"),
+    ],
+)
+def test_a_folder_that_transformers_cannot_load_is_answered_in_one_line(changes, told, model_folders, tmp_path, capfd):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folders["llama"], folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_language_model(ModelConfig(name=str(folder)))
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_code_of_a_model_may_fail_in_any_way(model_folders, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folders["llama"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text("raise LookupError('no such part')\n")
+    with pytest.raises(ConfigError, match=r"^cannot load a language model from .*: LookupError: no such part$"):
+        load_language_model(ModelConfig(name=str(folder), trust_remote_code=True))
+
+
+def test_no_progress_bar_of_a_library_is_written_into_a_log(model_folders, tmp_path, capfd):
+    lm, tokenizer = load_language_model(ModelConfig(name=str(model_folders["llama"])))
+    policy, _ = build_policy(lm, tokenizer, ModelConfig(), CriticConfig())
+    save_policy(tmp_path, policy, tokenizer)
+    assert capfd.readouterr().err == ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import logging as python_logging
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.resources import files
@@ -18,8 +19,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import NewGELUActivation
+from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.distributed.sharding import whole
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.training_mode import disable_noise
@@ -28,6 +31,7 @@ from tokencredit.text.models.architecture import trunk_of, weight_hash
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
 from tokencredit.text.models.sharded_loading import Sharding
 
+LOG = python_logging.getLogger("tokencredit")
 HUB_TIMEOUT = 10
 """Timeout of the request that tests whether the hub answers, in seconds."""
 TOKENIZER = "tokenizer_config.json"
@@ -251,20 +255,23 @@ def load_model(
         ConfigError: it cannot be loaded, or has no weights for some layer, as a classifier has none to predict tokens.
     """
     model: PreTrainedModel
-    with as_config_error(f"a language model from {name!r}"):
+    with as_config_error(f"a language model from {name!r}"), without_load_report():
         options = {} if sharding is None else sharding.options(kind, folder, args, trunk=trunk)
         model, loaded = kind.from_pretrained(
             folder,
             dtype=torch.float32,
             use_safetensors=True,
             trust_remote_code=args.trust_remote_code,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
             **options,
         )
+    check_shapes(name, loaded)
+    if loaded["unexpected_keys"] and kind is AutoModelForCausalLM:
+        LOG.warning("weights of %r that its model does not use: %s", name, listed(loaded["unexpected_keys"]))
     # Transformers initializes them at random. A trunk alone may lack what is not used, such as a pooler.
     if loaded["missing_keys"] and kind is AutoModelForCausalLM:
-        missing = ", ".join(sorted(loaded["missing_keys"])[:3])
-        raise ConfigError(f"{name!r} is not a causal language model: its weights lack {missing}")
+        raise ConfigError(f"{name!r} is not a causal language model: its weights lack {listed(loaded['missing_keys'])}")
     model = trunk_of(model) if trunk else model
     if sharding is not None:
         sharding.prepare(model)
@@ -275,15 +282,55 @@ def load_model(
 
 @contextmanager
 def as_config_error(what: str) -> Iterator[None]:
-    """Re-raise loading errors as `ConfigError`."""
+    """A context for loading: whatever libraries and code of a model raise is a `ConfigError` in one line."""
     try:
-        yield
+        with bars_on_terminals():
+            yield
     except ConfigError:
         raise
-    except (OSError, ValueError, SafetensorError) as error:
-        # Transformers appends a list of all supported classes.
-        reason = str(error).partition("\nModel type should be one of")[0]
-        raise ConfigError(f"cannot load {what}: {reason}") from error
+    except Exception as error:
+        if out_of_memory(error) or connection_lost(error):
+            raise
+        # Transformers appends a list of all supported classes, and reports on weights as a table.
+        reason = " ".join(str(error).partition("\nModel type should be one of")[0].split())
+        kind = "" if isinstance(error, OSError | ValueError | SafetensorError) else f"{type(error).__name__}: "
+        raise ConfigError(f"cannot load {what}: {kind}{reason}") from error
+
+
+def check_shapes(name: str, loaded: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if weights have other shapes than the model that config.json describes."""
+    for key, saved, expected in sorted(loaded["mismatched_keys"])[:1]:
+        raise ConfigError(
+            f"the weights of {name!r} do not fit its config.json: {key} has the shape {list(saved)}, and config.json "
+            f"asks for {list(expected)}; restore the file that the weights were saved with"
+        )
+
+
+def listed(keys: Iterable[str]) -> str:
+    """The first names of weights, and the number of further ones."""
+    names = sorted(keys)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """A context without Transformers' report on missing, unused and unfit weights, whose caller says what matters."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """A context in which Transformers shows progress bars on terminals and in notebooks, and not in logs."""
+    before = logging.set_tqdm_hook(lambda bar, args, options: bar(*args, **{"disable": None} | options))
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def check_same_ids(what: str, other: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:

@@ -27,6 +27,7 @@ from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import build_critic, build_trunks, save_model, saved_critics
 from tokencredit.text.models.model_checks import check_checkpointing, check_critic, check_policy
 from tokencredit.text.models.model_loading import (
+    bars_on_terminals,
     check_language_model,
     check_origin,
     check_same_ids,
@@ -231,10 +232,12 @@ def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenize
     turn in the memory of its CPU.
     """
     if policy.adapter is None:
-        save_model(folder, policy.lm, writes)
+        with bars_on_terminals():
+            save_model(folder, policy.lm, writes)
     critics = [] if policy.critic is None else list(enumerate(policy.critic.members, start=1))
     for number, critic in critics:
-        critic.save_trunk(folder, number, writes)
+        with bars_on_terminals():
+            critic.save_trunk(folder, number, writes)
     if not writes:  # what follows is not collective, so a failure leaves no other process in it
         return
     if policy.adapter is not None:

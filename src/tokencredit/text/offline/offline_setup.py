@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import disable_noise
@@ -20,12 +18,14 @@ from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModel
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.model_loading import (
     as_config_error,
+    bars_on_terminals,
     check_vocabulary,
     fingerprint,
     fuse_gelu,
     load_language_model,
     load_tokenizer,
     resolve,
+    without_load_report,
 )
 from tokencredit.text.models.peft_models import merge, saved_config
 from tokencredit.text.models.run_models import (
@@ -110,7 +110,8 @@ def load_reward_model(args: RewardModelConfig) -> Model:
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
     def save(folder: Path) -> None:
-        model.save_pretrained(folder)
+        with bars_on_terminals():
+            model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     steps = {"tokencredit train --reward '[{reward_model: RUN/reward_model}]'": "PPO on this reward"}
@@ -125,17 +126,6 @@ def check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> 
     if lacking := sorted(key for key in [*loaded["missing_keys"], *replaced] if key.startswith(prefix)):
         raise ConfigError(f"the weights of {name!r} lack {', '.join(lacking[:3])}")
     return [f"the classification head of {name!r} is replaced by a new one with one score"] * bool(replaced)
-
-
-@contextmanager
-def without_load_report() -> Iterator[None]:
-    """A context without Transformers' report on the score head, which is new as it should be."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def load_examples(

@@ -8,12 +8,11 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.models.model_loading import fuse_gelu, resolve
+from tokencredit.text.models.model_loading import as_config_error, check_shapes, fuse_gelu, resolve, without_load_report
 from tokencredit.text.rewards.texts import Text, joined, messages, plain
 
 
@@ -201,13 +200,17 @@ def load(
         ConfigError: it cannot be loaded, or its classification head has no weights.
     """
     folder = resolve(name, "sentiment")
-    try:
+    with as_config_error(f"a classifier from {name!r}"), without_load_report():
         model, loaded = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True, trust_remote_code=False
+            folder,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"cannot load a classifier from {name!r}: {error}") from error
+    check_shapes(name, loaded)
     if loaded["missing_keys"]:  # Transformers initializes them at random
         missing = ", ".join(sorted(loaded["missing_keys"]))
         raise ConfigError(f"{name!r} is not a sequence classifier: its weights lack {missing}")
