@@ -17,7 +17,7 @@ from helpers.files import TIMES, drop_keys, read_metrics
 from helpers.models import loud
 from helpers.warm import together
 from tokencredit.errors import ConfigError
-from tokencredit.report.reading import with_audit
+from tokencredit.report.reading import read_run, with_audit
 from tokencredit.runs.folder import RunFolder
 from tokencredit.settings.data import PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
@@ -459,6 +459,19 @@ def test_a_run_that_was_begun_in_python_is_refused_by_the_command(tmp_path):
     config = read_config(tmp_path / "run" / "config.yaml", PPOConfig)
     with pytest.raises(ConfigError, match="was begun in Python with reward_funcs, model, which its folder"):
         audit_run(tmp_path / "run", config, AuditConfig(every=1))
+
+
+def test_a_trainer_from_python_audits_what_it_has_trained(tmp_path, capsys):
+    trainer = trainer_of(tmp_path / "run", prompts=PromptsConfig(text="a b"))
+    with pytest.raises(ConfigError, match="there is nothing to audit: no iteration is done"):
+        trainer.audit()
+    trainer.train()
+    assert "trainer.audit()" in capsys.readouterr().out
+    audit = trainer.audit(AuditConfig(completions=4, continuations=4, states=2))
+    assert "estimator" in capsys.readouterr().out
+    written = read_run(tmp_path / "run").audit
+    assert written["credit"]["tokens"] == audit["credit"]["tokens"] > 0
+    assert len(written["samples"]) == 4
 
 
 def test_rewinding_a_run_removes_a_later_or_unreadable_audit(tmp_path):

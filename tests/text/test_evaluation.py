@@ -225,6 +225,8 @@ def test_rewards_and_prompts_from_python_are_not_replaced_by_the_configurations(
     told = capsys.readouterr().out
     assert f"tokencredit generate {folder} --prompt TEXT" in told
     assert "tokencredit audit" not in told
+    assert "trainer.audit()" in told
+    assert "to measure it: trainer.audit() in Python" in (folder / "report.html").read_text()
     assert "on the reward" in (folder / "report.html").read_text()
     assert "builtin:reviews: NEGATIVE" not in (folder / "report.html").read_text()
     assert "- prompts: `from Python (train_dataset)`" in (folder / "policy" / "README.md").read_text()

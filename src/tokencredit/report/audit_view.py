@@ -8,6 +8,7 @@ from typing import Any
 
 from tokencredit.audit.verdict import credit_verdict, critic_caution, measured, text_parts
 from tokencredit.report.reading import OF_ESTIMATOR, Run
+from tokencredit.runs.folder import read_python
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.run_kind import CONTROL, run_kind_of
 
@@ -39,6 +40,8 @@ def trust(run: Run) -> str | None:
                 "environment from the middle of an episode"
             )
         command = visible(f"tokencredit audit {shlex.quote(str(run.path))}")
+        if read_python(run.path):
+            command = "trainer.audit() in Python, or audit.every"
         return f"The credit on this page has not been measured against true values; to measure it: {command}"
     return visible(credit_verdict(run.audit))
 

@@ -31,6 +31,7 @@ from tokencredit.settings.fields import require_config
 from tokencredit.settings.foreign_names import refuse_arguments
 from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AuditConfig
 from tokencredit.text import ppo_setup as setup
 from tokencredit.text.ahead import CurrentPolicy, SamplesAhead
 from tokencredit.text.audit.completion_auditor import CompletionAuditor
@@ -181,6 +182,17 @@ class PPOTrainer:
                 return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
             finally:
                 self.source.close()
+
+    def audit(self, settings: AuditConfig | None = None) -> dict[str, Any]:
+        """Audit the trained policy: writes audit.json and the page, and returns the audit; see docs/audit.md.
+
+        `settings` are its size; by default those of `args.audit`, with all states.
+        """
+        if self.auditor is None:
+            raise ConfigError("an audit continues a text from its middle, and an environment cannot be continued there")
+        audit = self.auditor.write(self.record, settings, self.tokenizer)
+        write_final_report(self.record)
+        return audit
 
     def overview(self) -> Iterator[tuple[str, str]]:
         """Model, prompts, reward, device and folder: pairs of a label and a text."""
@@ -362,8 +374,9 @@ class PPOTrainer:
         """Write policy, summary and report, upload the policy of a run that is at its end, and return the summary."""
         summary = self.record.end(stopped_by, self._save, in_all=self.sharded)
         write_final_report(self.record)
-        can_audit = self.auditor is not None and self.args.run.save_every and not self.origin["given"]
-        audit = {"tokencredit audit RUN": "audit of the credit"} if can_audit else {}
+        command = "trainer.audit()" if self.origin["given"] else "tokencredit audit RUN"
+        can_audit = self.auditor is not None and (self.args.run.save_every or self.origin["given"])
+        audit = {command: "audit of the credit"} if can_audit else {}
         lost = {"train_dataset", "environment_factory", "tools"} & set(self.origin["given"])
         prompt = " --prompt TEXT" if lost else ""
         self.record.next_steps({f"tokencredit generate RUN{prompt}": "completions of the trained policy"} | audit)

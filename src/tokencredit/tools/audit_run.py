@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokencredit.distributed.processes import Processes, threads
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.runs.folder import read_python
 from tokencredit.runs.loop import load
@@ -16,9 +16,6 @@ from tokencredit.settings.control import AgentAuditConfig, ControlConfig
 from tokencredit.settings.run_kind import with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
-
-GROUP = 8
-"""Group size of group estimators in an audit of a run with one completion per prompt."""
 
 
 def audit_run(
@@ -47,7 +44,6 @@ def audit_run(
 
 
 def _audit_completions(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: int | None) -> dict[str, Any]:
-    from tokencredit.text.pipeline import UnusableBatch
     from tokencredit.text.ppo_trainer import PPOTrainer
 
     if config.several_turns():
@@ -59,19 +55,14 @@ def _audit_completions(run: Path, config: PPOConfig, settings: AuditConfig, chec
     if arguments:
         raise ConfigError(
             f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; audit it "
-            "during training, with audit.every"
+            "there with trainer.audit() after trainer.train(), or during training with audit.every"
         )
     with preserved():
         trainer = PPOTrainer(args=replace(with_engine(config), run=replace(config.run, dir=str(run))))
         number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
         load(trainer, state, set())
-        group = GROUP if config.rollout.per_prompt == 1 else config.rollout.per_prompt
-        try:
-            assert trainer.auditor is not None
-            audit = replace(trainer.auditor, settings=settings, group=group).audit(number)
-        except UnusableBatch as error:
-            raise RunStopped(str(error)) from error
-        return audit.record(number, settings, trainer.tokenizer) | audit.judge(trainer.processes)
+        assert trainer.auditor is not None
+        return trainer.auditor.record(number, settings, trainer.tokenizer)
 
 
 def _audit_agent(

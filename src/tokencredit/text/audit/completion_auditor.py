@@ -16,7 +16,7 @@ from tokencredit.audit.agreement import judge, true_numbers
 from tokencredit.audit.estimates import variants
 from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, spread
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import EngineLost
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.rng import preserved
 from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.recorder import RunRecord
@@ -26,6 +26,9 @@ from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch
+
+GROUP = 8
+"""Group size of group estimators in an audit on request of a run with one completion per prompt."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,27 @@ class CompletionAuditor:
             float(returns.counts[returns.counts > 0].mean()),
             time.perf_counter() - started,
         )
+
+    def record(self, number: int, settings: AuditConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """An audit of this size as audit.json holds it; raises as `audit`, `RunStopped` for an unusable batch."""
+        group = GROUP if self.credit.args.rollout.per_prompt == 1 else self.group
+        try:
+            audit = replace(self, settings=settings, group=group).audit(number)
+        except UnusableBatch as error:
+            raise RunStopped(str(error)) from error
+        return audit.record(number, settings, tokenizer) | audit.judge(self.pipeline.processes)
+
+    def write(
+        self, record: RunRecord, settings: AuditConfig | None, tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, Any]:
+        """Audit the policy as it is now, of all states by default: writes, shows and returns the audit."""
+        if not record.history:
+            raise ConfigError("there is nothing to audit: no iteration is done")
+        audit = self.record(len(record.history), settings or replace(self.settings, states=None), tokenizer)
+        if record.main:
+            record.folder.write_json(AUDIT, audit)
+            record.screen.audit(audit)
+        return audit
 
     def measure(
         self, number: int, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase
