@@ -3,10 +3,13 @@ from dataclasses import replace
 
 import pytest
 from datasets import Dataset, DatasetDict
+from tokenizers.normalizers import NFC
+from tokenizers.processors import TemplateProcessing
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.text.data.prompts import Prompts, load_prompts
+from tokencredit.text.turns.chat.framing import TextFraming
 
 QUESTION = [{"role": "user", "content": "How was the film?"}]
 TEMPLATE = (
@@ -261,3 +264,62 @@ def test_a_prefill_ends_as_the_model_reads_it(chatty):
         batch = Prompts(rows, tokenizer).batch(0, 1)
         assert batch.texts[0].endswith(end)
         assert batch.answers([completion])[0][0]["content"] == "It was good"
+
+
+def with_ends(tokenizer):
+    """A tokenizer that adds a beginning and an end to every text, as Llama's with add_eos_token and T5's do."""
+    made = deepcopy(tokenizer)
+    bos, eos = made.bos_token, made.eos_token
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        f"{bos} $A {eos}", special_tokens=[(bos, made.bos_token_id), (eos, made.eos_token_id)]
+    )
+    return made
+
+
+def test_a_prompt_does_not_end_with_the_end_that_a_tokenizer_adds_and_begins_once(tokenizer):
+    ends, plain = with_ends(tokenizer), tokenizer("This movie", add_special_tokens=False)["input_ids"]
+    assert ends("This movie")["input_ids"] == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
+    for text in ("This movie", f"{tokenizer.bos_token}This movie"):
+        assert Prompts(text, ends).batch(0, 1).ids.tolist() == [[tokenizer.bos_token_id, *plain]]
+        assert TextFraming(ends).prompt(text)[1] == [tokenizer.bos_token_id, *plain]
+    own = f"This movie{tokenizer.eos_token}"  # an end that the user wrote stays
+    assert Prompts(own, ends).batch(0, 1).ids[0, -1] == tokenizer.eos_token_id
+
+
+def test_a_prompt_that_grows_by_normalization_is_dropped(tokenizer):
+    grows = deepcopy(tokenizer)
+    grows.backend_tokenizer.normalizer = NFC()
+    text = "\u0958" * 38  # 3 bytes each, 6 when normalized
+    length = len(grows(text, add_special_tokens=False)["input_ids"])
+    assert length > len(text.encode())
+    config = PromptsConfig(max_length=length - 1, overlong="drop")
+    prompts = Prompts(["This movie", text], grows, config)
+    assert prompts.kept.tolist() == [0]
+    with pytest.raises(ConfigError, match=rf"has {length} tokens; at most {length - 1} fit"):
+        Prompts(["This movie", text], grows, replace(config, overlong="error"))
+
+
+def test_text_blocks_are_joined_and_other_contents_refused(chatty):
+    def rendered(content):
+        return Prompts([{"prompt": [{"role": "user", "content": content}]}], chatty).batch(0, 1).texts[0]
+
+    blocks = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    assert rendered(blocks) == rendered("Hi there")
+    for content in (3, {"text": "Hi"}, [{"type": "image", "image": "x.png"}], ["Hi"]):
+        with pytest.raises(ConfigError, match=r"it must be a text, or a list of text blocks"):
+            rendered(content)
+
+
+def test_arguments_of_tool_calls_may_be_json_texts(chatty):
+    chatty.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+
+    def rendered(arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "Hi"}]
+        return Prompts([{"prompt": messages}], chatty).batch(0, 1).texts[0]
+
+    assert rendered('{"word": "rain"}') == rendered({"word": "rain"}) == '{"word": "rain"}Hi'
+    assert rendered("not JSON") == '"not JSON"Hi'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.text.data.datasets import column_names, column_values, rows_of
-from tokencredit.text.rewards.texts import answer, prefilled
+from tokencredit.text.rewards.texts import answer, for_template, prefilled
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -200,15 +201,15 @@ class Prompts:
     def _survey(self) -> np.ndarray:
         """Check every row, tokenizing only texts that may be too long; returns the indices of rows in use.
 
-        A token is at least one byte, so a text with at most as many bytes as the token limit fits. `_read` checks the
-        exact length later, in case a tokenizer breaks that rule.
+        A token is at least one byte, so a text with fewer bytes than the token limit fits. `_read` checks the exact
+        length later, in case a tokenizer breaks that rule.
         """
         special = len(self._encode([""])[0])
         limit = float("inf") if self.max_length is None or self.overlong == "truncate" else self.max_length - special
         kept, start = [], 0
         for values in column_values(self.rows, self.column):
             texts = {index: self._render(index, self._check(index, value)) for index, value in enumerate(values, start)}
-            unclear = [index for index, text in texts.items() if not text.strip() or len(text.encode()) > limit]
+            unclear = [index for index, text in texts.items() if not text.strip() or self._most_tokens(text) > limit]
             ids = dict(zip(unclear, self._encode([texts[index] for index in unclear]), strict=True))
             kept += [index for index in texts if index not in ids or self._fits(index, texts[index], ids[index])]
             start += len(values)
@@ -240,8 +241,10 @@ class Prompts:
     def _check(self, index: int, prompt: Any) -> Prompt:
         """Check that a prompt has the format of the first one, and return it."""
         if self.conversational and is_conversation(prompt):
-            # Arrow tables fill in missing keys with None, which a chat template may treat as set.
-            return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+            try:
+                return [for_template(message) for message in prompt]
+            except ValueError as error:
+                raise ConfigError(f"{self._label(index)}: {error}") from error
         if isinstance(prompt, str) and not self.conversational:
             return prompt
         expected = "a conversation, a list of messages with a role and a content" if self.conversational else "a text"
@@ -282,14 +285,38 @@ class Prompts:
         """Token ids; special tokens are added unless a chat template or `add_bos` decides about them."""
         if not texts:
             return []
-        special = self.add_bos is None and not self.conversational
-        encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+        encoded = prompt_ids(self.tokenizer, texts, special=self.add_bos is None and not self.conversational)
         bos = self.tokenizer.bos_token_id
-        return [[bos, *ids] if self.add_bos and ids[:1] != [bos] else ids for ids in encoded["input_ids"]]
+        return [[bos, *ids] if self.add_bos and ids[:1] != [bos] else ids for ids in encoded]
+
+    def _most_tokens(self, text: str) -> float:
+        """Tokens that a text has at most: one per byte of what the tokenizer makes of it, and one for a first blank."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return math.inf
+        normalized = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+        return len(normalized.encode()) + 1
 
     def _label(self, index: int) -> str:
         """The name of a row in messages."""
         return f"{self.name}[{index}]" if self.name == self.texts else f"row {index + 1} of {self.name}"
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
+    """Token ids of prompts; with `special`, the tokenizer's own tokens at their start, once, and none at their end."""
+    encoded = tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
+    if not special:
+        return list(encoded)
+    plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"]
+    first = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
+    if first is None:
+        return list(encoded)
+    added, last = whole[:first], len(whole) - first - len(plain)
+    prompts = [ids[: len(ids) - last] for ids in encoded]
+    return [ids[first:] if added and ids[first : 2 * first] == added else ids for ids in prompts]
 
 
 def load_prompts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ from tokencredit.text.data.datasets import column_names, rows_of
 from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
 from tokencredit.text.models.model_loading import end_ids, max_prompt_length
 from tokencredit.text.rewards.reward_models import RewardModel
-from tokencredit.text.rewards.texts import prefilled
+from tokencredit.text.rewards.texts import for_template, prefilled
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -54,8 +54,13 @@ class Row:
             json.dumps(value, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{self.name}, column {column!r}, is not text in Unicode: {error}") from error
-        if isinstance(value, str) or (not isinstance(self.prompt, str) and is_conversation(value)):
-            return cast(Prompt, value)
+        if isinstance(value, str):
+            return value
+        if not isinstance(self.prompt, str) and is_conversation(value):
+            try:
+                return [for_template(message) for message in value]
+            except ValueError as error:
+                raise ConfigError(f"{self.name}, column {column!r}: {error}") from error
         expected = "a text" + ("" if isinstance(self.prompt, str) else " or a list of the assistant's messages")
         raise ConfigError(f"{self.name}, column {column!r}, is {value!r:.60}; it must be {expected}")
 

@@ -128,6 +128,8 @@ class Reader:
                 self.warned = True
             arguments = {"truncation": True, "max_length": self.limit}
             ids = self.tokenizer(text, add_special_tokens=special, **arguments)["input_ids"]
+        if self.eos and ids[-2:] == [self.tokenizer.eos_token_id] * 2:  # the tokenizer adds one itself
+            ids.pop()
         fallbacks = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return ids or [next(i for i in fallbacks if i is not None)]  # models need at least one token
 

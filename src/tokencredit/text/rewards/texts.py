@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,36 @@ def content(message: dict[str, Any]) -> str:
     """The text of a message, whose content is a string, blocks such as `{"type": "text", "text": "…"}`, or None."""
     blocks = message.get("content") or ""
     return blocks if isinstance(blocks, str) else "".join(block.get("text") or "" for block in blocks)
+
+
+def for_template(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as a chat template reads it: one text, and a tool call's arguments as an object.
+
+    `ValueError` for a content that is neither a text nor blocks of text.
+    """
+    # Arrow tables fill in missing keys with None, which a chat template may treat as set.
+    message = {key: value for key, value in message.items() if value is not None}
+    blocks = message.get("content", "")
+    if isinstance(blocks, list) and all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in blocks):
+        message["content"] = content(message)
+    elif not isinstance(blocks, str):
+        raise ValueError(f"a message's content is {blocks!r:.60}; it must be a text, or a list of text blocks")
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+    return message
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call whose arguments, a JSON text in OpenAI's form, are the object; others unchanged."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _with_arguments(call["function"])}
+    try:
+        arguments = json.loads(call["arguments"])
+    except (KeyError, TypeError, ValueError):
+        return call
+    return call | {"arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def joined(prompt: Text, completion: Text) -> str:

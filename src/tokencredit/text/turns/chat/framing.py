@@ -12,9 +12,9 @@ from transformers.utils.chat_template_utils import get_json_schema
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.text.data.detokenizer import MAX_TOKENS, Detokenizer
-from tokencredit.text.data.prompts import Prompt
+from tokencredit.text.data.prompts import Prompt, prompt_ids
+from tokencredit.text.rewards.texts import for_template, prefilled
 from tokencredit.text.rewards.texts import messages as as_messages
-from tokencredit.text.rewards.texts import prefilled
 from tokencredit.text.turns.chat.chat_template import PROBE, USER, ChatTemplate, Rejected, TemplateEncoder
 from tokencredit.text.turns.chat.tool_calls import THINK, CallFormat, Schema, find_format, parse_turn
 from tokencredit.text.turns.protocols.episode import Message, Turn
@@ -33,8 +33,8 @@ class TextFraming:
         """The text and its token ids, tokenized as prompts without environments are."""
         if not isinstance(prompt, str):
             raise ConfigError("an environment's prompt is a conversation; it must be a plain text, as the others are")
-        ids = self.tokenizer(prompt, add_special_tokens=self.config.add_bos is None, verbose=False)["input_ids"]
-        return prompt, with_bos(self.tokenizer, self.config, list(ids))
+        [ids] = prompt_ids(self.tokenizer, [prompt], special=self.config.add_bos is None)
+        return prompt, with_bos(self.tokenizer, self.config, ids)
 
     def parse(self, ids: Sequence[int], prefix: Sequence[int], tools: Sequence[Tool] = ()) -> Turn:  # noqa: ARG002
         """The sampled turn as text."""
@@ -76,7 +76,10 @@ class ChatFraming:
 
     def prompt(self, prompt: Prompt, tools: Sequence[Tool] = ()) -> tuple[str, list[int]]:
         """The text and the token ids of a conversation with its tools and the generation prompt."""
-        conversation = as_messages(prompt, "user")
+        try:
+            conversation = [for_template(message) for message in as_messages(prompt, "user")]
+        except ValueError as error:
+            raise ConfigError(f"an environment's prompt: {error}") from error
         schemas, begun = [self.schema(tool) for tool in tools], prefilled(conversation)
         try:
             text = self.template.render(conversation, tools=schemas, generate=not begun, unfinished=begun)
