@@ -208,3 +208,52 @@ def test_a_template_writes_no_null_and_keeps_its_last_line_break(lm, tokenizer):
     assert tokenizer.decode(example["input_ids"], skip_special_tokens=True) == "The:\nbad"
     with pytest.raises(ConfigError, match=r"data\.template fails on row 1 of data: it writes a column that is null"):
         read([{"a": None, "completion": "bad"}], config, lm, tokenizer)
+
+
+def paired(rows, lm, tokenizer):
+    """Texts of prompt, chosen and rejected of each row."""
+    config = DPOPairsConfig()
+    encoder = Encoder(config, lm, tokenizer)
+    found = read_rows(config, tokenizer, "chosen", config, rows)
+    examples, _ = examples_of(found, lambda row: encoder.with_pair(row, "chosen", "rejected"))
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return [tuple(tokenizer.decode(x[name], skip_special_tokens=True) for name in names) for x in examples]
+
+
+def test_a_prompt_inside_chosen_and_rejected_is_taken_out(lm, tokenizer):
+    chat = chatting(tokenizer)
+    whole = {"chosen": "The film is a great joy.", "rejected": "The film is a bad one."}
+    apart = {"prompt": "The film is a", "chosen": " great joy.", "rejected": " bad one."}
+    assert paired([whole], lm, tokenizer) == paired([apart], lm, tokenizer)
+    question = [{"role": "user", "content": "How is it?"}]
+    good, bad = ([{"role": "assistant", "content": text}] for text in ("Great.", "Bad."))
+    rows = [{"chosen": question + good, "rejected": question + bad}]
+    expected = paired([{"prompt": question, "chosen": good, "rejected": bad}], lm, chat)
+    assert paired(rows, lm, chat) == expected
+    assert paired([rows[0] | {"prompt": "How is it?"}], lm, chat) == expected  # as UltraFeedback has it
+    for chosen in ("A great joy.", 3, good):
+        with pytest.raises(ConfigError, match="row 2 of data has no prompt: its chosen and rejected must be"):
+            paired([whole, {"chosen": chosen, "rejected": "The film is bad."}], lm, chat)
+
+
+def test_conversations_are_found_under_their_usual_names(lm, tokenizer):
+    chat = chatting(tokenizer)
+    messages = [{"role": "user", "content": "How is it?"}, {"role": "assistant", "content": "Great."}]
+    shared = [{"from": "human", "value": "How is it?"}, {"from": "gpt", "value": "Great."}]
+    expected = read([{"prompt": messages}], CompletionsConfig(), lm, chat)
+    for row in ({"messages": messages}, {"conversations": messages}, {"conversations": shared}):
+        assert read([row], CompletionsConfig(), lm, chat) == expected
+
+
+def test_other_public_forms_are_answered_with_their_flags(lm, tokenizer):
+    asked = {"instruction": "Judge", "input": "it", "output": " bad"}
+    with pytest.raises(ConfigError, match=r"set --data\.template '.*' --data\.completion output") as told:
+        read([asked], CompletionsConfig(), lm, tokenizer)
+    config = CompletionsConfig(template=str(told.value).split("'")[3], completion="output")
+    [example] = read([asked], config, lm, tokenizer, "output")[0]
+    assert tokenizer.decode(example["input_ids"], skip_special_tokens=True) == "Judge it: bad"
+    with pytest.raises(ConfigError, match=r"set --data\.template '' --data\.completion text --data\.add_bos true"):
+        read([{"text": "The film is bad."}], CompletionsConfig(), lm, tokenizer)
+    config = CompletionsConfig(template="", completion="text", add_bos=True)
+    [example] = read([{"text": "The film is bad."}], config, lm, tokenizer, "text")[0]
+    assert tokenizer.decode(example["input_ids"], skip_special_tokens=True) == "The film is bad."

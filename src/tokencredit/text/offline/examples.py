@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Example = dict[str, Any]
 """Token ids of a row by TRL's names of columns, such as `prompt_ids` and `chosen_ids`."""
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT under other names."""
 IGNORED = -100
 """Label of a token without a loss, as everywhere in Transformers."""
 CHUNK = 1000
@@ -90,8 +92,9 @@ def read_rows(
             f"{group}.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id"
         )
     name = found[1]
+    data = with_prompts(found[0], config, completion, name)
     prompts = Prompts(
-        with_answers(found[0], config.column, completion), tokenizer, config.prompts(), name=name, keys="data"
+        with_answers(data, config.column, completion), tokenizer, config.prompts(), name=name, keys="data"
     )
     for start in range(0, len(prompts.kept), CHUNK):
         batch = prompts.batch(start, min(CHUNK, len(prompts.kept) - start))
@@ -99,6 +102,69 @@ def read_rows(
             ids: list[int] = batch.ids[index][batch.mask[index]].tolist()
             columns = {column: values[index] for column, values in batch.columns.items()}
             yield Row(f"row {start + index + 1} of {name}", prompt, text, ids, columns)
+
+
+def with_prompts(rows: Rows, config: RowsSettings, completion: str, name: str) -> Rows:
+    """The rows with a column of prompts, from the forms of public data sets; `ConfigError` says how others are read.
+
+    The prompt of a pair may be the common beginning of both completions, and conversations may stand under `messages`
+    or `conversations`, in ShareGPT's form too.
+    """
+    columns = column_names(rows) if len(rows) else []
+    rejected, missing = getattr(config, "rejected", None), config.column not in columns
+    if not columns or config.template is not None:
+        return rows
+    if rejected is not None and {completion, rejected} <= set(columns):
+        whole = missing or (is_conversation(first := rows[0][completion]) and first[0]["role"] != "assistant")
+        if not whole:
+            return rows
+        pairs = (without_prompt(row[completion], row[rejected]) for row in rows)
+        apart: list[Any] = []
+        for row, (number, pair) in zip(rows, enumerate(pairs, start=1), strict=True):
+            if pair is None:
+                raise ConfigError(
+                    f"row {number} of {name} has no prompt: its {completion} and {rejected} must be two texts, or two "
+                    "conversations, that begin alike, or name the column of prompts, --data.column"
+                )
+            apart.append({**row, **dict(zip((config.column, completion, rejected), pair, strict=True))})
+        return apart
+    if missing and (column := next((x for x in ("messages", "conversations") if x in columns), None)):
+        return [{**row, config.column: as_messages(row.get(column))} for row in rows]
+    if missing and {"instruction", "output"} <= set(columns):
+        question = "{{ instruction }}" + "{% if input %} {{ input }}{% endif %}" * ("input" in columns) + ":"
+        raise ConfigError(
+            f"{name} has no column {config.column!r} but instruction and output: set --data.template '{question}' "
+            "--data.completion output"
+        )
+    if missing and "text" in columns and rejected is None:
+        raise ConfigError(
+            f"{name} has no column {config.column!r} but whole texts: to learn them, set --data.template '' "
+            "--data.completion text --data.add_bos true"
+        )
+    return rows
+
+
+def without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
+    """The common beginning of two texts, cut before a word, or of two conversations, and the rests; None if none."""
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        at = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
+        while at and not chosen[at - 1].isspace():
+            at -= 1
+        at -= chosen[at - 1 : at] == " "  # a completion begins with its blank
+    elif is_conversation(chosen) and is_conversation(rejected):
+        shortest = min(len(chosen), len(rejected)) - 1
+        at = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
+    else:
+        return None
+    return (chosen[:at], chosen[at:], rejected[at:]) if at > 0 else None
+
+
+def as_messages(conversation: Any) -> Any:
+    """A conversation of ShareGPT, with `from` and `value`, as messages; others unchanged."""
+    messages: list[Any] = conversation if isinstance(conversation, list) else [None]
+    if not all(isinstance(x, dict) and {"from", "value"} <= x.keys() for x in messages):
+        return conversation
+    return [{"role": ROLES.get(x["from"], x["from"]), "content": x["value"]} for x in messages]
 
 
 def with_answers(rows: Rows, column: str, completion: str) -> Rows:
