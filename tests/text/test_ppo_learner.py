@@ -1,5 +1,7 @@
 """`ppo.loss`: from settings to objectives, and short runs that train and resume with each loss."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from helpers.files import read_metrics
@@ -13,6 +15,7 @@ from tokencredit.text.ppo_setup import remarks
 SMALL = ["--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "8"]
 SMALL += ["--ppo.epochs", "2", "--ppo.minibatches", "2", "--run.show_every", "0"]
 SMALL += ["--optim.schedule", "constant", "--optim.warmup", "0", "--optim.lr", "0.001"]
+ROWS = SimpleNamespace(name="'rows.jsonl'", other_columns=["answer", "completion"])
 GSPO = {"ppo.loss": "gspo", "ppo.clip": 3e-4, "ppo.clip_high": 4e-4}
 
 
@@ -43,10 +46,16 @@ def test_gspo_needs_a_clip_range_of_its_own():
 
 
 def test_gspo_without_its_papers_reduction_is_said():
-    (line,) = remarks(PPOConfig.from_dict(GSPO), sharded=False)
+    (line,) = remarks(PPOConfig.from_dict(GSPO), ROWS, sharded=False)
     assert line.startswith("ppo.loss gspo with ppo.reduction token: longer completions weigh more than in GSPO's paper")
-    assert not [*remarks(PPOConfig.from_dict(GSPO | {"ppo.reduction": "sequence"}), sharded=False)]
-    assert not [*remarks(PPOConfig(), sharded=False)]
+    assert not [*remarks(PPOConfig.from_dict(GSPO | {"ppo.reduction": "sequence"}), ROWS, sharded=False)]
+    assert not [*remarks(PPOConfig(), ROWS, sharded=False)]
+
+
+def test_a_column_that_no_reward_can_see_is_named():
+    rows = SimpleNamespace(name="'rows.jsonl'", other_columns=["answer", "completions"])
+    (line,) = remarks(PPOConfig(), rows, sharded=False)
+    assert line.startswith("the column 'completions' of 'rows.jsonl' does not reach rewards, which get the run's own")
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.rollout_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.episode_record import columns, refuse_failed
 from tokencredit.text.turns.play import EpisodePlayer
-from tokencredit.text.user_code.user_objects import described
+from tokencredit.text.user_code.user_objects import described, restored
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
@@ -117,7 +117,8 @@ class Pipeline:
         with self.engine.held():
             if isinstance(prompts, TaskBatch):
                 assert self.player is not None
-                played = self.player.play(prompts, settings, uniforms)
+                with restored():
+                    played = self.player.play(prompts, settings, uniforms)
                 return Batch(played.prompts, played.rollout, played.rollout.texts(self.tokenizer), played.transcripts)
             rollout = self.engine.generate(prompts, settings, uniforms, per_prompt)
             return Batch(prompts, rollout, rollout.texts(self.tokenizer))
@@ -312,7 +313,8 @@ class Stages:
             if method is None:
                 continue
             try:
-                method(self.trainer, **results)
+                with restored():
+                    method(self.trainer, **results)
             except (Exception, SystemExit) as error:
                 if isinstance(error, RunStopped | ConfigError) or connection_lost(error) or out_of_memory(error):
                     raise

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
 
+OWN_COLUMNS = ("prompts", "completions", "completion_ids", "ref_logprobs")
+"""Arguments of reward functions that a run gives itself."""
+
+
 def check_arguments(
     args: PPOConfig, model: Any, processing_class: Any, peft_config: Any, train: Any, held_out: Any, played: bool
 ) -> None:
@@ -195,14 +199,16 @@ def source_digests(
 
 def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:
     """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
-    own = ["prompts", "completions", "completion_ids"] + ["ref_logprobs"] * (models.reference is not None)
+    own = [name for name in OWN_COLUMNS if name != "ref_logprobs" or models.reference is not None]
     for rows in prompts:
         turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(rows, Tasks)
         calls.check_columns(terms, [*own, *turns, *rows.other_columns])
 
 
-def remarks(args: PPOConfig, *, sharded: bool) -> Iterator[str]:
-    """Lines for the user on settings that do something other than their names suggest."""
+def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterator[str]:
+    """Lines for the user on settings and columns that do something other than their names suggest."""
+    for name in [name for name in rows.other_columns if name in OWN_COLUMNS]:
+        yield f"the column {name!r} of {rows.name} does not reach rewards, which get the run's own {name}; rename it"
     if args.run.shard == "full" and not sharded:
         yield "run.shard full: one process, which holds the models whole"
     if args.ppo.loss == "gspo" and args.ppo.reduction != "sequence":

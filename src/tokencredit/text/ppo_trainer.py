@@ -137,7 +137,8 @@ class PPOTrainer:
         args, self.policy, self.reference = self.args, models.policy, models.reference
         self.sharded = is_sharded(self.policy.lm)
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
-        self.notes = [*models.notes, *self.pipeline.engine.notes, *setup.remarks(args, sharded=self.sharded)]
+        remarks = setup.remarks(args, self.prompts, sharded=self.sharded)
+        self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks]
         setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+import os
 import re
 import runpy
 import statistics
@@ -25,6 +26,7 @@ from tokencredit.text.rewards.terms import (
     Term,
     as_terms,
     build_terms,
+    load_function,
     score,
     term_metrics,
 )
@@ -448,3 +450,51 @@ def test_the_example_of_the_docs(tmp_path):
     assert len(claims) == 2
     for name, value in claims:
         assert getattr(names["scores"], name) == literal_eval(value)
+
+
+def test_a_function_that_changes_its_arguments_changes_them_for_itself():
+    tries = []
+
+    def changing(completions, **columns):
+        completions[0][0]["content"] = "changed"
+        completions.pop()
+        columns["rows"][0].append(3)
+        tries.append(len(completions))
+        if len(tries) == 1:
+            raise OSError("not yet")
+        return [1.0, 1.0]
+
+    def reading(completions, **columns):
+        return [float(len(completions[0][0]["content"])), float(len(columns["rows"][0]))]
+
+    messages = [[{"role": "assistant", "content": "ab"}], [{"role": "assistant", "content": "c"}]]
+    terms = [Term("changing", 1.0, changing, retries=1), Term("reading", 1.0, reading)]
+    found = score(terms, [messages[0]] * 2, messages, {"rows": [[1, 2], []]}, [1, 1])
+    assert tries == [1, 1]
+    assert found.terms["reading"] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_state_that_a_reward_changes_is_restored(timeout, tmp_path):
+    def careless(completions, **columns):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        os.chdir(tmp_path)
+        return [1.0] * len(completions)
+
+    folder = Path.cwd()
+    score([Term("careless", 1.0, careless, timeout=timeout)], ["a"], ["b"], {}, [1])
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+    assert Path.cwd() == folder
+
+
+def test_a_reward_file_may_spawn_processes(tmp_path):
+    (tmp_path / "pooled.py").write_text(
+        "import multiprocessing\n\n\ndef size(text):\n    return float(len(text))\n\n\n"
+        "def judge(completions, **columns):\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        return pool.map(size, completions)\n"
+    )
+    function = load_function(f"{tmp_path / 'pooled.py'}:judge", {})
+    assert score([Term("judge", 1.0, function, retries=0, timeout=60)], ["a"], ["bcd"], {}, [1]).totals == [3.0]

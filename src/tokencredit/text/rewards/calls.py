@@ -14,7 +14,7 @@ from tokencredit.distributed.processes import out_of_memory
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.rewards.ready_made import RewardFunction
-from tokencredit.text.user_code.user_objects import described
+from tokencredit.text.user_code.user_objects import described, restored
 from tokencredit.text.user_code.workers import TimedOut, Workers, call_within, finished, is_coroutine_function
 
 T = TypeVar("T")
@@ -141,15 +141,26 @@ def _call_with_retries(
 
 def _call(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call once; on a timeout a coroutine is cancelled, and a sync function's thread is abandoned."""
+    # Lists of its own, which it may change, for the next term and the next try have theirs.
+    args = [copied(value) for value in args]
+    kwargs = {name: value if name in term.kwargs else copied(value) for name, value in kwargs.items()}
     try:
-        if term.timeout is None and not is_coroutine_function(term.function):
-            result = term.function(*args, **kwargs)  # in this thread: it may be bound to it
-            return finished(result, None)
-        return call_within(WORKERS, term.timeout, term.function, *args, **kwargs)
+        with restored():
+            if term.timeout is None and not is_coroutine_function(term.function):
+                result = term.function(*args, **kwargs)  # in this thread: it may be bound to it
+                return finished(result, None)
+            return call_within(WORKERS, term.timeout, term.function, *args, **kwargs)
     except TimedOut as error:
         raise RewardTimeout(f"reward term {term.name!r} exceeded its timeout of {term.timeout:g} s") from error
     except SystemExit as error:  # it fails its call, and must not end the run as if it were done
         raise RewardError(f"reward term {term.name!r} called sys.exit({error.code!r})") from error
+
+
+def copied(value: Any) -> Any:
+    """A value whose lists and dicts are copies, at every depth; other objects are the same."""
+    if type(value) is list:
+        return [copied(x) for x in value]
+    return {key: copied(x) for key, x in value.items()} if type(value) is dict else value
 
 
 def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import hashlib
 import importlib
 import inspect
+import os
+import shutil
 import sys
 import sysconfig
+import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from tokencredit.errors import ConfigError
 from tokencredit.runs.untrusted import visible
@@ -53,7 +61,18 @@ def _from_file(location: str, kind: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"the {kind} file {location!r} cannot be run: {type(error).__name__}: {error}") from error
+    code = f"exec(compile(open({str(path)!r}, 'rb').read(), {str(path)!r}, 'exec', dont_inherit=True))\n"
+    (_imported() / f"{name}.py").write_text(code, encoding="utf-8")
     return module
+
+
+@cache
+def _imported() -> Path:
+    """A folder on `sys.path` from which processes that user code spawns import the files of users by their names."""
+    folder = tempfile.mkdtemp(prefix="tokencredit-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    sys.path.append(folder)
+    return Path(folder)
 
 
 def _from_module(location: str, kind: str) -> ModuleType:
@@ -64,6 +83,20 @@ def _from_module(location: str, kind: str) -> ModuleType:
             f"the {kind} module {location!r} cannot be imported: {type(error).__name__}: {error}; "
             f"give a file by its path, as in '{kind}s.py:name'"
         ) from error
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """A context for user code, after which gradients, default dtype and working directory are as before."""
+    gradients, dtype, folder = torch.is_grad_enabled(), torch.get_default_dtype(), Path.cwd()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(gradients)
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+        if Path.cwd() != folder:
+            os.chdir(folder)
 
 
 def source_digest(value: Any) -> str | None:
