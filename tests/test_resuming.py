@@ -105,7 +105,8 @@ TEXTS = {
         "model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1)),
         "critic": CriticConfig(layers=1, detach=True, epochs=1),
     },
-    "two half critics with frozen attention": {
+    "two half critics with frozen attention, large rewards": {
+        "reward": [FunctionTerm(function="length", kwargs={"unit": "characters"})],
         "critic": CriticConfig(kind="separate", members=2, clip=None, layers=1, freeze="attention", epochs=1),
     },
     "episodes of several turns, credit by turn": {

@@ -121,6 +121,7 @@ def test_another_number_of_processes_is_an_event(runs):
 def test_two_critics_learn_alike_in_two_processes(tmp_path):
     """Micro-batches are so small that most have no row of one of the critics."""
     options = [*OPTIONS, "--critic.kind", "separate", "--critic.members", "2", "--critic.clip", "null"]
+    options += ["--reward", "[{function: length, kwargs: {unit: characters}}]"]  # returns that move the critics' scale
     options += ["--critic.epochs", "1", "--ppo.micro_batch_tokens", "24", "--run.iterations", "1", "--run.dir"]
     alone, _ = train_alone(tmp_path / "one", options)
     done = together(2, *COMMAND, "train", *options, tmp_path / "two", ACCELERATE_USE_CPU="true")

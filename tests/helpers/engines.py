@@ -33,7 +33,7 @@ BROKEN = {
 def policy_of(tokenizer, family="gpt2"):
     lm = random_lm(family, tokenizer, **FAMILIES[family])
     policy = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
-    torch.nn.init.normal_(policy.critic.head.weight)
+    torch.nn.init.normal_(policy.critic.head[-1].weight)
     return policy.requires_grad_(False)
 
 

@@ -40,7 +40,7 @@ def rollout():
 def load(folders, architecture, critic="shared", **changes):
     args = ModelConfig(name=str(folders[architecture]), **changes)
     model, _ = build_policy(*load_language_model(args), args, CriticConfig(kind=critic, head="linear"))
-    nn.init.normal_(model.critic.head.weight)
+    nn.init.normal_(model.critic.head[-1].weight)
     return model
 
 

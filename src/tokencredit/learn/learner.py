@@ -16,7 +16,6 @@ from tokencredit.core.off_policy import correction_stats
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import sharded_in
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.histogram import follow_returns, histogram_heads
 from tokencredit.learn.minibatches import micro_batches, minibatches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
@@ -34,6 +33,7 @@ from tokencredit.learn.update import (
     ratios,
     update_metrics,
 )
+from tokencredit.learn.value_heads import adapt_heads, adaptive_heads
 
 
 class Learner:
@@ -61,7 +61,7 @@ class Learner:
         self.lockstep = processes if sharded_in(model) else None
         """The processes, if all must make equal numbers of passes."""
         self.passes = passes
-        self.histograms = histogram_heads(model)
+        self.value_heads = adaptive_heads(model)
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.training_modules = training_modules(model)
         self.critic = CriticSteps(self)
@@ -95,8 +95,8 @@ class Learner:
         records: list[list[StepRecord]] = []
         grad_norms: list[float] = []
         bad_steps = 0
-        # The support of a histogram critic must hold the returns before it learns from them.
-        follow_returns(self.histograms, experience, self.processes)
+        # Scale or support of the value head must fit the returns before it learns from them.
+        adapt_heads(self.value_heads, experience, self.processes)
         with training(self.training_modules):
             for minibatch in self._minibatches(experience):
                 # The gradient of the whole minibatch, on all processes; during a warm-up the critic's alone.
@@ -140,7 +140,7 @@ class Learner:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = scale * group["initial_lr"]
-        follow_returns(self.histograms, experience, self.processes)
+        adapt_heads(self.value_heads, experience, self.processes)
         with training(self.training_modules):
             joint, objective = self.settings.epochs if self.objective.value_coef > 0 else 0, unclipped(self.objective)
             passes = [(experience, objective)] * joint + self.critic.passes(experience, objective)

@@ -34,7 +34,7 @@ from tokencredit.core.off_policy import (
 from tokencredit.core.rewards import kl_estimate
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.histogram import Histogram
+from tokencredit.learn.value_heads import Histogram
 
 
 class CriticOutputs(NamedTuple):
@@ -44,6 +44,8 @@ class CriticOutputs(NamedTuple):
     """`[batch, time]`."""
     histogram: Histogram | None = None
     """Histograms whose means are the values, if the critic predicts them."""
+    scale: Tensor | float = 1.0
+    """The value loss is that of values and returns divided by this."""
 
 
 class PolicyOutputs(NamedTuple):
@@ -328,5 +330,6 @@ class MicroBatchLoss:
             return weighted_sum(losses, weights.flatten()[acted])
         assert rows.values is not None
         clip, huber_delta = objective.value_clip, objective.huber_delta
-        losses = value_loss(now.values, rows.values, rows.returns, rows.mask, clip=clip, huber_delta=huber_delta)
+        values, old_values, returns = (x / now.scale for x in (now.values, rows.values, rows.returns))
+        losses = value_loss(values, old_values, returns, rows.mask, clip=clip, huber_delta=huber_delta)
         return weighted_sum(losses, weights)

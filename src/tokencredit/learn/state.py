@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tokencredit.learn.histogram import HistogramHead
+from tokencredit.learn.value_heads import AdaptiveHead
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -23,8 +23,8 @@ def nbytes(parameters: Iterable[Tensor]) -> int:
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that training changes, by name: trainable parameters and histogram supports."""
-    supports = {f"{name}.support": x.support for name, x in module.named_modules() if isinstance(x, HistogramHead)}
+    """Tensors that training changes, by name: trainable parameters and what value heads keep of returns."""
+    supports = {f"{name}.support": x.support for name, x in module.named_modules() if isinstance(x, AdaptiveHead)}
     return {name: p for name, p in module.named_parameters() if p.requires_grad} | supports
 
 

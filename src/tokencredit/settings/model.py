@@ -78,12 +78,13 @@ class CriticTraining:
     (`epochs`)."""
     loss: Literal["mse", "huber", "histogram"] = setting("mse", needs=LEARNS)
     """Value loss. mse: half the squared error. huber: linear in large errors. histogram: cross-entropy against a
-    Gaussian-smoothed histogram of returns (HL-Gauss). Its mean is the value; its bins span all returns so far."""
+    Gaussian-smoothed histogram of returns (HL-Gauss). Its mean is the value; its bins span all returns so far. For
+    texts, mse and huber divide values and returns by the returns' running deviation where that is above 1."""
     huber_delta: float = setting(1.0, needs="loss: huber", above=0)
-    """Error above which `huber` is linear, in units of value."""
+    """Error above which `huber` is linear, in the units of `clip`."""
     clip: float | None = setting(0.2, needs=(EXISTS, "loss: mse, huber"), above=0)
     """Value clipping: within an update, a value that has moved further than this from where it began gets no gradient
-    to move on. In units of value; null for none."""
+    to move on. In units of value, or of the returns' deviation where `loss` divides by it; null for none."""
     warmup: int = setting(0, needs=LEARNS, at_least=0)
     """Iterations at the start in which only the critic learns."""
     epochs: int = setting(0, needs=EXISTS, at_least=0)

@@ -33,7 +33,7 @@ generate = partial(engines.generate, limit=10)
 def model(model_folders):
     lm, _ = load_language_model(ModelConfig(name=str(model_folders["llama"])))
     model = ActorCritic(lm, Critic(build_value_head("linear", width(lm)))).requires_grad_(False)
-    torch.nn.init.normal_(model.critic.head.weight)
+    torch.nn.init.normal_(model.critic.head[-1].weight)
     return model
 
 

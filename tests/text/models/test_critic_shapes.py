@@ -117,7 +117,7 @@ def test_a_tap_moves_only_the_layers_beneath_it(folder):
     for values in (probe(batch(), temperature=1.0).values, policy.critic_outputs(batch()).values):
         values.sum().backward()
         assert all(p.grad is None for p in policy.lm.parameters())
-        assert policy.critic.head.weight.grad.abs().sum() > 0
+        assert policy.critic.head[-1].weight.grad.abs().sum() > 0
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def random_policy(family, shape, tokenizer, **critic):
 def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(family, shape, tokenizer, tmp_path):
     """OPT projects its last states and saves a part of what its configuration builds; Mamba counts its states anew."""
     tap = random_policy(family, shape, tokenizer, layers=1)
-    nn.init.normal_(tap.critic.head.weight)
+    nn.init.normal_(tap.critic.head[-1].weight)
     seen = []
     hook = layers_of(trunk_of(tap.lm))[0].register_forward_hook(
         lambda *call: seen.append(call[2][0] if isinstance(call[2], tuple) else call[2])
@@ -193,7 +193,7 @@ def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(fa
     close(tap(batch(), temperature=1.0).values[1, :2], expected)
     for layers in (None, 1):
         policy = random_policy(family, shape, tokenizer, kind="separate", layers=layers)
-        nn.init.normal_(policy.critic.head.weight)
+        nn.init.normal_(policy.critic.head[-1].weight)
         save_policy(tmp_path / str(layers), policy, tokenizer)
         args = ModelConfig(name=str(tmp_path / str(layers)))
         again, _ = build_policy(*load_language_model(args), args, CriticConfig(**SEPARATE))
@@ -275,7 +275,7 @@ def ensemble(policy, *values):
     members = []
     for value in values:
         head = build_value_head("linear", 32)
-        nn.init.constant_(head.bias, value)
+        nn.init.constant_(head[-1].bias, value)
         members.append(Critic(head, policy.critic.members[0].trunk))
     return ActorCritic(policy.lm, Ensemble(members))
 
@@ -316,7 +316,7 @@ def test_a_members_gradient_is_that_of_a_critic_on_its_rows(tmp_path):
     """Up to the tokens that the loss is a mean over."""
     trainer = PPOTrainer(args=small(tmp_path, kind="separate", members=2, clip=None, head="linear"))
     for critic in trainer.policy.critic.members:
-        nn.init.normal_(critic.head.weight)
+        nn.init.normal_(critic.head[-1].weight)
     _, experience = trainer.credit.give(trainer.collect())
     learner, tokens, gradients = trainer.learner, [], []
     learner.critic.settings = UpdateSettings(minibatches=1, micro_batch_tokens=24)

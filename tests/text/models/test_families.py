@@ -52,7 +52,7 @@ def lm(request, tokenizer):
 @pytest.mark.parametrize("per_prompt", [1, 3])
 def test_a_rollout_has_the_log_probs_of_the_models_own_pass(lm, per_prompt, tokenizer):
     model = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
-    torch.nn.init.normal_(model.critic.head.weight)
+    torch.nn.init.normal_(model.critic.head[-1].weight)
     texts = ["This movie was really", "A film", "I did not think that the second act"]
     prompts = Prompts(texts, tokenizer).batch(0, 9, per_prompt)
     uniforms = torch.rand(9, 6, generator=torch.Generator().manual_seed(0))

@@ -35,7 +35,7 @@ def loaded(model_folders):
 def test_a_saved_policy_is_an_ordinary_folder_with_its_value_head(loaded, tmp_path):
     lm, tokenizer = loaded
     model, _ = build_policy(lm, tokenizer, ModelConfig(), CriticConfig(head="linear"))
-    torch.nn.init.normal_(model.critic.head.weight)
+    torch.nn.init.normal_(model.critic.head[-1].weight)
     save_policy(tmp_path, model, tokenizer)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)("This movie")["input_ids"] == tokenizer("This movie")["input_ids"]
@@ -43,7 +43,7 @@ def test_a_saved_policy_is_an_ordinary_folder_with_its_value_head(loaded, tmp_pa
         assert torch.equal(plain.state_dict()[name], parameter), name
     args = ModelConfig(name=str(tmp_path))
     again, notes = build_policy(*load_language_model(args), args, CriticConfig(head="linear"))
-    assert torch.equal(again.critic.head.weight, model.critic.head.weight)
+    assert torch.equal(again.critic.head[-1].weight, model.critic.head[-1].weight)
     assert notes == [f"the critic continues from the one saved in {tmp_path}"]
 
 

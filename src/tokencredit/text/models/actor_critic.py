@@ -213,7 +213,11 @@ class ActorCritic(nn.Module):
         # Every critic reads every row, and their values are averaged.
         if "member" not in inputs:
             outputs = [self._outputs_of(critic, inputs, extent, states) for critic in members]
-            return outputs[0] if len(outputs) == 1 else CriticOutputs(torch.stack([x.values for x in outputs]).mean(0))
+            return (
+                outputs[0]
+                if len(outputs) == 1
+                else outputs[0]._replace(values=torch.stack([x.values for x in outputs]).mean(0))
+            )
         # In updates of an ensemble each critic reads its own rows.
         values = torch.zeros(mask.shape, device=mask.device)
         for number, critic in enumerate(members):
@@ -226,7 +230,7 @@ class ActorCritic(nn.Module):
                 values = values + 0 * self._outputs_of(critic, idle, Extent.of(idle)).values.sum()
             else:  # a zero gradient, since the processes all-reduce gradients of all parameters
                 values = values + 0 * torch.stack([p.sum() for p in trainable(critic)]).sum()
-        return CriticOutputs(values)
+        return CriticOutputs(values, scale=members[0].scale)
 
     def _outputs_of(
         self, critic: Critic, inputs: Inputs, extent: Extent, states: Tensor | None = None

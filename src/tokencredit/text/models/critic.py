@@ -20,8 +20,8 @@ from tokencredit.core.losses import histogram_values
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import is_sharded, whole
 from tokencredit.errors import ConfigError
-from tokencredit.learn.histogram import HistogramHead
 from tokencredit.learn.objective import CriticOutputs
+from tokencredit.learn.value_heads import HistogramHead, ScaledHead
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models.architecture import attention_of, cut_layers, layer_limit, trunk_of, width
@@ -46,7 +46,12 @@ class Critic(nn.Module):
     """A value head on the hidden states of the policy's trunk or of a trunk of its own."""
 
     def __init__(
-        self, head: nn.Module, trunk: PreTrainedModel | None = None, *, detach: bool = False, tap: int | None = None
+        self,
+        head: ScaledHead | HistogramHead,
+        trunk: PreTrainedModel | None = None,
+        *,
+        detach: bool = False,
+        tap: int | None = None,
     ):
         """Combine a head and a trunk.
 
@@ -65,6 +70,11 @@ class Critic(nn.Module):
     def shared(self) -> bool:
         """True if it reads the policy's trunk."""
         return self.trunk is None
+
+    @property
+    def scale(self) -> Tensor | float:
+        """The scale of its values in the value loss."""
+        return self.head.scale() if isinstance(self.head, ScaledHead) else 1.0
 
     @property
     def reads_last(self) -> bool:
@@ -89,7 +99,7 @@ class Critic(nn.Module):
     def outputs(self, hidden: Tensor) -> CriticOutputs:
         """Values `[tokens]` of states `[tokens, width]`, and their histograms if the head predicts histograms."""
         if not isinstance(self.head, HistogramHead):
-            return CriticOutputs(self(hidden))
+            return CriticOutputs(self(hidden), scale=self.scale)
         with torch.autocast(hidden.device.type, enabled=False):
             histogram = self.head.histogram(self._read(hidden))
             return CriticOutputs(histogram_values(*histogram), histogram)
@@ -128,7 +138,7 @@ def build_value_head(
     gain: float = 1.0,
     hidden_gain: float = math.sqrt(2),
     bins: int | None = None,
-) -> nn.Module:
+) -> ScaledHead | HistogramHead:
     """A value head: one layer (`linear`), or two with a hidden width of four times `size` (`mlp`).
 
     With `bins` it predicts a histogram of returns. With `zeros` an untrained critic predicts 0 rather than noise. With
@@ -146,8 +156,7 @@ def build_value_head(
             nn.init.zeros_(layer.weight)
         if init == "orthogonal" or (init == "zeros" and layer is last):
             nn.init.zeros_(layer.bias)
-    head = last if kind == "linear" else nn.Sequential(*layers)
-    return head if bins is None else HistogramHead(head)
+    return ScaledHead(*layers) if bins is None else HistogramHead(last if kind == "linear" else nn.Sequential(*layers))
 
 
 def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:

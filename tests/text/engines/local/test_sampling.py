@@ -17,7 +17,7 @@ from tokencredit.text.models.model_loading import load_language_model
 def model(architecture, model_folders):
     lm, _ = load_language_model(ModelConfig(name=str(model_folders[architecture])))
     model = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
-    torch.nn.init.normal_(model.critic.head.weight)
+    torch.nn.init.normal_(model.critic.head[-1].weight)
     return model
 
 

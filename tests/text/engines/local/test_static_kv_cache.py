@@ -34,7 +34,7 @@ SHAPES = {"gpt2": SHAPE, "qwen3": GATED | {"tie_word_embeddings": True}, "gpt_ne
 def build(kind, tokenizer, **shape):
     lm = random_lm(kind, tokenizer, **SHAPES.get(kind, GATED) | shape)
     model = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
-    torch.nn.init.normal_(model.critic.head.weight)
+    torch.nn.init.normal_(model.critic.head[-1].weight)
     return model
 
 

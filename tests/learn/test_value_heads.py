@@ -1,4 +1,4 @@
-"""A value head with a histogram of returns: its support follows the returns, and keeps what was learned."""
+"""Value heads that follow the returns, by a scale or the support of a histogram, and keep what was learned."""
 
 import math
 
@@ -8,11 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from tokencredit.core.losses import histogram_loss, histogram_values
+from tokencredit.core.losses import histogram_loss, histogram_values, value_loss
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.histogram import MARGIN, HistogramHead, follow_returns, histogram_heads
 from tokencredit.learn.state import load_trained_weights, trained_weights
+from tokencredit.learn.value_heads import MARGIN, HistogramHead, ScaledHead, adapt_heads, adaptive_heads
 
 
 def head_of(bins=51, width=4, mlp=False):
@@ -124,12 +124,12 @@ def experience(returns, mask):
 
 def test_only_finite_returns_of_acted_tokens_are_followed():
     model = nn.Sequential(nn.Linear(4, 4), head_of())
-    (head,) = histogram_heads(model)
+    (head,) = adaptive_heads(model)
     nothing = experience([[math.nan, 7.0]], [[True, False]])
-    follow_returns([head], nothing, Processes())
+    adapt_heads([head], nothing, Processes())
     assert head.support.tolist() == [0, 0]
     some = experience([[math.nan, 7.0], [0.0, math.inf], [2.0, 1.0]], [[True, False], [True, True], [True, True]])
-    follow_returns([head], some, Processes())
+    adapt_heads([head], some, Processes())
     expected = head_of()
     expected.follow(0.0, 2.0)
     assert torch.equal(head.support, expected.support)
@@ -143,3 +143,105 @@ def test_a_support_is_a_part_of_what_was_trained():
     load_trained_weights(other, weights)
     states = torch.randn(5, 4)
     assert torch.equal(values(other[0], states), values(model[0], states))
+
+
+# --- scaled heads ---------------------------------------------------------------------------------------------------
+
+
+def scaled_head(*batches):
+    """A head that has seen these returns, in this order, with other weights after each."""
+    torch.manual_seed(0)
+    head = ScaledHead(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+    for returns in batches:
+        follow(head, returns)
+    return head
+
+
+def follow(head, returns, processes=None):
+    returns = torch.tensor([returns])
+    head.adapt(returns, torch.ones_like(returns, dtype=torch.bool), processes or Processes())
+
+
+def test_scale_and_centre_by_hand():
+    """Mean 12 and deviation 2: scaled by 2 around 11. Then two returns of 16 beside two that weigh 0.9."""
+    head = scaled_head([10.0, 14.0])
+    assert (head.scale().item(), head.center().item()) == (2.0, 11.0)
+    follow(head, [16.0, 16.0])
+    mean = (1.8 * 12 + 2 * 16) / 3.8
+    variance = (1.8 * (4 + (12 - mean) ** 2) + 2 * (16 - mean) ** 2) / 3.8
+    assert (head.scale().item(), head.center().item()) == pytest.approx((variance**0.5, mean - 1))
+
+
+def test_returns_around_1_and_smaller_change_no_weight_and_no_value():
+    head, plain = scaled_head([-1.0, 1.0], [0.3, 0.9], [0.0, 0.01]), scaled_head()
+    states = torch.randn(5, 4)
+    assert torch.equal(values(head, states), values(plain, states))
+    assert torch.equal(values(plain, states), plain[2](plain[1](plain[0](states))).squeeze(-1))
+    assert all(torch.equal(x, y) for x, y in zip(head.parameters(), plain.parameters(), strict=True))
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8), st.floats(1e-3, 1e4))
+def test_values_stay_where_they_are_when_the_scale_moves(returns, spread):
+    head, states = scaled_head([60.0, 70.0]), torch.randn(5, 4)
+    before = values(head, states)
+    follow(head, [x * spread / 1e4 for x in returns])
+    size = float(head.scale() + head.center().abs()) + 100
+    torch.testing.assert_close(values(head, states), before, rtol=1e-4, atol=1e-5 * size)
+
+
+def test_an_untrained_critic_begins_at_the_centre_of_the_first_returns():
+    head = ScaledHead(nn.Linear(4, 1))
+    nn.init.zeros_(head[-1].weight)
+    nn.init.zeros_(head[-1].bias)
+    follow(head, [60.0, 70.0])
+    assert values(head, torch.randn(2, 4)).tolist() == [64.0, 64.0]
+
+
+@pytest.mark.parametrize(("factor", "offset"), [(10.0, 0.0), (1.0, 1000.0), (1e4, -1e6)])
+def test_the_gradient_of_the_value_loss_does_not_depend_on_the_unit_of_large_returns(factor, offset):
+    def gradient(returns):
+        head, states = scaled_head(), torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        follow(head, returns)
+        now = head(states).squeeze(-1)
+        scaled = (now / head.scale(), now.detach() / head.scale(), torch.tensor(returns) / head.scale())
+        return torch.autograd.grad(value_loss(*scaled).sum(), states)[0]
+
+    returns = [60.0, 70.0, 64.0, 80.0]
+    # The centre is 1 below the mean, or above it: the same distance in units of the deviation where factor is 1.
+    other = gradient([factor * x + offset for x in returns])
+    assert torch.nn.functional.cosine_similarity(other.flatten(), gradient(returns).flatten(), 0) > 0.9
+    assert 0.5 < float(other.norm() / gradient(returns).norm()) < 2
+
+
+class TwoProcesses(Processes):
+    """Two processes with the same rows."""
+
+    def sum(self, tensor):
+        return 2 * tensor
+
+
+def test_the_scale_is_that_of_the_returns_of_all_processes():
+    one, two = ScaledHead(nn.Linear(4, 1)), ScaledHead(nn.Linear(4, 1))
+    for returns in ([60.0, 70.0], [80.0, 90.0]):
+        follow(one, returns * 2)
+        follow(two, returns, TwoProcesses())
+    torch.testing.assert_close(one.support, two.support)
+
+
+def test_returns_that_are_not_finite_move_no_scale():
+    head = scaled_head([60.0, 70.0])
+    before = {name: x.clone() for name, x in head.state_dict().items()}
+    adapt_heads([head], experience([[math.nan, 7.0]], [[True, False]]), Processes())
+    for name, x in head.state_dict().items():
+        if name != "support":  # the number of returns decays
+            torch.testing.assert_close(x, before[name])
+    fresh = scaled_head()
+    adapt_heads([fresh], experience([[math.nan, 7.0]], [[True, False]]), Processes())
+    assert (fresh.scale().item(), fresh.center().item()) == (1.0, 0.0)
+
+
+def test_a_scale_is_a_part_of_what_was_trained():
+    model, other = nn.Sequential(scaled_head([60.0, 70.0])), nn.Sequential(scaled_head())
+    load_trained_weights(other, trained_weights(model))
+    assert torch.equal(other[0].support, model[0].support)
+    assert torch.equal(values(other[0], torch.ones(1, 4)), values(model[0], torch.ones(1, 4)))

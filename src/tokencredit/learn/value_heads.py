@@ -1,4 +1,4 @@
-"""A value head that predicts a histogram of returns, with a support that adapts to the returns."""
+"""Value heads that adapt to the returns they are to predict: a scale, or a histogram with a support."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tokencredit.core.losses import SMOOTHING, histogram_values
+from tokencredit.core.masked import moments
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
 
+DECAY = 0.9
+"""Factor on the weight of earlier returns in the scale of a `ScaledHead`, per update."""
 MARGIN = 3
 """Bins between the returns and either end of the support: 4 deviations of the Gaussian around a return."""
 RESERVE = 0.25
@@ -20,6 +23,68 @@ MIN_RANGE = 1e-3
 """Smallest range of returns that the support covers, relative to the largest magnitude, or to 1."""
 MAX_DROP = 5.0
 """Largest drop of the logits of bins outside the old support below the outermost old bin, in nats."""
+
+
+class AdaptiveHead:
+    """A value head, a module, that adapts to the returns it is to predict."""
+
+    support: Tensor
+    """What it keeps of the returns: a buffer, saved with the weights."""
+
+    def adapt(self, returns: Tensor, mask: Tensor, processes: Processes) -> None:
+        """Adapt to returns, of all processes, where the mask is true."""
+        raise NotImplementedError
+
+
+class ScaledHead(AdaptiveHead, nn.Sequential):
+    """A value head in units of the returns' running deviation σ around their mean μ: V = c + s · (its layers' output).
+
+    s = max(σ, 1), and c is how far μ lies outside [−1, 1]. In the value loss, values and returns are divided by s, so
+    that large returns neither drown the policy's gradient in a shared trunk nor take the head many steps to reach. As
+    in PopArt (van Hasselt et al. 2016, arXiv 1602.07714) the last layer is rescaled when c and s move, and all values
+    stay as they are; unlike there, nothing changes while returns are around 1 or smaller. At the first returns, values
+    move with c, since an untrained critic's mean nothing yet.
+    """
+
+    support: Tensor
+    """Number, mean and variance of the returns; the number decays with each update."""
+
+    def __init__(self, *layers: nn.Module):
+        """Start with c = 0 and s = 1; `layers` map states `[..., width]` to `[..., 1]`, the last linearly."""
+        super().__init__(*layers)
+        self.register_buffer("support", torch.zeros(3))
+
+    def scale(self) -> Tensor:
+        """s, a scalar."""
+        return self.support[2].sqrt().clamp(min=1)
+
+    def center(self) -> Tensor:
+        """c, a scalar."""
+        mean = self.support[1]
+        return mean - mean.clamp(-1, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values `[..., 1]` of states."""
+        values: Tensor = super().forward(hidden) * self.scale() + self.center()  # type: ignore[no-untyped-call]
+        return values
+
+    @torch.no_grad()
+    def adapt(self, returns: Tensor, mask: Tensor, processes: Processes) -> None:
+        """Move c and s with the moments of these returns, and rescale the last layer."""
+        scale, center, (number, mean, variance) = self.scale(), self.center(), self.support.clone()
+        # Merge the moments by their numbers. Without a finite return the share is 0, and nothing moves.
+        count = processes.sum(mask.sum())
+        _, new_mean, new_variance = moments(returns, mask, processes.sum, count=count.clamp(min=1))
+        total = DECAY * number + count
+        share, change = count / total.clamp(min=1e-9), new_mean - mean
+        variance = (1 - share) * variance + share * new_variance + share * (1 - share) * change.square()
+        self.support.copy_(torch.stack([total, mean + share * change, variance]))
+        # Keep the values, except at the first returns.
+        last = self[-1]
+        assert isinstance(last, nn.Linear)
+        weight, bias = last.weight, last.bias
+        bias.copy_(torch.where(number > 0, (scale * bias + center - self.center()) / self.scale(), bias))
+        weight.mul_(torch.where(number > 0, scale / self.scale(), 1.0))
 
 
 class Histogram(NamedTuple):
@@ -31,14 +96,12 @@ class Histogram(NamedTuple):
     """`[bins + 1]`, in units of value."""
 
 
-class HistogramHead(nn.Module):
+class HistogramHead(AdaptiveHead, nn.Module):
     """A value head with one output per bin; a value is the mean of the bin centres.
 
     Farebrother et al. 2024 (HL-Gauss, arXiv 2403.03950), with a fixed support. Here the support is a buffer: `follow`
     sets it from the first returns and widens it for later ones. Before that, all bins and values are 0.
     """
-
-    support: Tensor
 
     def __init__(self, layers: nn.Linear | nn.Sequential):
         """Start without a support; `layers` map hidden states `[..., width]` to logits `[..., bins]`."""
@@ -71,6 +134,13 @@ class HistogramHead(nn.Module):
     def histogram(self, hidden: Tensor) -> Histogram:
         """Distributions of states `[tokens, width]`."""
         return Histogram(self.layers(hidden), self.edges())
+
+    def adapt(self, returns: Tensor, mask: Tensor, processes: Processes) -> None:
+        """Widen the support to cover these returns."""
+        ends = torch.stack([x.masked_fill(~mask, -torch.inf).max() for x in (-returns, returns)])
+        low, high = processes.max(ends).tolist()
+        if high > -torch.inf:
+            self.follow(-low, high)
 
     @torch.no_grad()
     def follow(self, low: float, high: float) -> None:
@@ -114,17 +184,12 @@ class HistogramHead(nn.Module):
         bias.sub_(drop.clamp(max=MAX_DROP))
 
 
-def histogram_heads(model: nn.Module) -> list[HistogramHead]:
-    """The histogram value heads of a model."""
-    return [module for module in model.modules() if isinstance(module, HistogramHead)]
+def adaptive_heads(model: nn.Module) -> list[AdaptiveHead]:
+    """The adaptive value heads of a model."""
+    return [module for module in model.modules() if isinstance(module, AdaptiveHead)]
 
 
-def follow_returns(heads: Iterable[HistogramHead], experience: Experience, processes: Processes) -> None:
-    """Widen the supports of heads to cover an experience's finite returns, over all processes."""
+def adapt_heads(heads: Iterable[AdaptiveHead], experience: Experience, processes: Processes) -> None:
+    """Adapt heads to an experience's finite returns, over all processes."""
     for head in heads:
-        returns = experience.returns
-        excluded = ~(experience.mask & returns.isfinite())
-        ends = torch.stack([x.masked_fill(excluded, -torch.inf).max() for x in (-returns, returns)])
-        low, high = processes.max(ends).tolist()
-        if high > -torch.inf:
-            head.follow(-low, high)
+        head.adapt(experience.returns, experience.mask & experience.returns.isfinite(), processes)
