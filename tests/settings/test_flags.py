@@ -3,7 +3,9 @@
 import pytest
 
 from helpers.commands import refused
-from tokencredit.settings.command_line import config_parser
+from tokencredit.runs.folder import RunFolder
+from tokencredit.settings.command_line import config_parser, to_config
+from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
 
 TEXTS = [
@@ -103,3 +105,16 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(text, message, tmp_path,
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert refused(capsys, "train", "--config", str(file)).startswith(f"{file}: {message}")
+
+
+def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("run: {dir: ~/runs/a, iterations: 3}\n")
+    options = config_parser(PPOConfig).read(["--config=~/run.yaml"])
+    assert to_config(options, PPOConfig).run.dir == f"{tmp_path}/runs/a"
+    assert config_parser(PPOConfig).read(["--run.dir=~/x"]).settings == {"run": {"dir": "~/x"}}
+    assert PPOConfig.from_yaml("~/run.yaml").run.dir == ControlConfig.from_dict({"run.dir": "~/runs/a"}).run.dir
+    assert RunFolder("~/b").path == tmp_path / "b"
+    for command in (["train", "--resume=~/no"], ["generate", "~/no"], ["audit", "~/no"], ["evaluate", "~/no"]):
+        assert refused(capsys, *command).startswith(f"'{tmp_path}/no' is not a run's folder")
+    assert read("--prompts.text=~/x")["prompts"]["text"] == "~/x", "a text stays as it is"

@@ -11,7 +11,7 @@ def test_values_that_cannot_work_are_refused():
         SFTConfig.from_dict({"data.batch_size": 4, "data.micro_batch": 8})
     with pytest.raises(ConfigError, match=r"dpo\.loss is 'kto'; it must be one of sigmoid, ipo, hinge, robust"):
         DPOConfig.from_dict({"dpo.loss": "kto"})
-    with pytest.raises(ConfigError, match=r"data\.held_out is 1\.0; it must be at least 0 and below 1"):
+    with pytest.raises(ConfigError, match=r"PairsConfig\.held_out is 1\.0; it must be at least 0 and below 1"):
         RewardModelConfig(data=PairsConfig(held_out=1.0))
 
 

@@ -124,7 +124,7 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
     Raises:
         ConfigError: it is not a run's folder, has no iteration yet, or a file is invalid; the message says where.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     config = read_yaml(run_config_file(path))
     if not isinstance(config, dict):
         raise ConfigError(f"{path / 'config.yaml'} holds no configuration")

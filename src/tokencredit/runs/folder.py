@@ -44,7 +44,7 @@ class RunFolder:
             raise ConfigError("run.dir is empty; give a folder, or leave it out for runs/DATE-TIME")
         self.reserve, self.job = 0, job
         self._lock: int | None = None
-        self.path = Path(folder) if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+        self.path = Path(folder).expanduser() if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
 
     def refuse_if_used(self) -> None:
         """Raise `ConfigError` if the folder is not empty; call it in the main process only."""

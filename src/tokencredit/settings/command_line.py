@@ -17,7 +17,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import RewardTerm
 from tokencredit.settings.describe import commented_yaml, first_sentences, help_of, rows_of, table
-from tokencredit.settings.fields import check_value, no_group, options_of, settings_of, unknown_key, wanted_of
+from tokencredit.settings.fields import at_home, check_value, no_group, options_of, settings_of, unknown_key, wanted_of
 from tokencredit.settings.foreign_names import misspelt
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.settings.reader import build, grouped, load_yaml, merged, read_settings, read_yaml
@@ -47,6 +47,10 @@ FIRST_KEYS: dict[type, tuple[str, ...]] = {
     DPOConfig: (*OFFLINE_MODEL, "data.chosen", "data.rejected", "dpo.loss", "dpo.beta", *OFFLINE_RUN),
 }
 """The keys that people change first, by configuration."""
+
+
+PATHS = ("run", "runs", "model", "file", "pairs", "resume", "beside", "against", "out", "export", "server_folder")
+"""Options that hold paths."""
 
 
 class Options(argparse.Namespace):
@@ -112,6 +116,9 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(f"{name}{joint}{error.message}{dash}") from error
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
+        for name in filter(options.__contains__, PATHS):
+            value = options[name]
+            setattr(options, name, at_home(value) if isinstance(value, str) else value and list(map(at_home, value)))
         for name, words in self.needs.items():
             if getattr(options, name) in (None, []):
                 raise ConfigError(f"{self.command} needs {words}")
@@ -178,7 +185,7 @@ class Parser(argparse.ArgumentParser):
             given = [("config", str(self._resumed(run))), ("run.dir", run), *given]
         for key, text in given:
             if key == "config":
-                new = self._read_file(text)
+                new = self._read_file(at_home(text))
             else:
                 value = value_of(settings_of(self.kind)[key.removesuffix("+")].hint, key, text)
                 if key.endswith("+"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tokencredit.core.estimator_table import AgentEstimatorName
-from tokencredit.settings.fields import check, refuse, refuse_unused, setting
+from tokencredit.settings.fields import Group, check, refuse, refuse_unused, setting
 from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
 from tokencredit.settings.reader import Configuration
 from tokencredit.settings.training import (
@@ -22,7 +22,7 @@ from tokencredit.settings.training import (
 
 
 @dataclass
-class EnvConfig:
+class EnvConfig(Group):
     """The environment and its parallel copies."""
 
     id: str = "CartPole-v1"
@@ -43,7 +43,7 @@ class EnvConfig:
 
 
 @dataclass
-class AgentConfig:
+class AgentConfig(Group):
     """The actor's network, whose shape the critic shares."""
 
     policy: Literal["mlp", "transformer"] = "mlp"
@@ -114,7 +114,7 @@ class AgentRunConfig(RunSettings):
 
 
 @dataclass
-class EpisodesConfig:
+class EpisodesConfig(Group):
     """Evaluation episodes in a separate copy of the environment."""
 
     every: int = setting(0, needs="episodes or videos", at_least=0)

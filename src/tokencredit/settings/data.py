@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.fields import no_group, refuse, setting, unknown_key
+from tokencredit.settings.fields import Group, check_value, hints_of, no_group, refuse, setting, unknown_key
 
 TEXTS = ["This movie was really"]
 """Default prompts."""
 
 
 @dataclass
-class PromptsConfig:
+class PromptsConfig(Group):
     """The prompts that the policy completes."""
 
     text: list[str] | str | None = setting(None, needs="not dataset")
@@ -50,7 +50,7 @@ class PromptsConfig:
 
 
 @dataclass(kw_only=True)
-class RewardTerm:
+class RewardTerm(Group):
     """Settings shared by all reward terms; a term is a `FunctionTerm`, a `ClassifierTerm` or a `RewardModelTerm`."""
 
     weight: float = 1.0
@@ -65,10 +65,10 @@ class RewardTerm:
 
     @staticmethod
     def read(settings: Any, key: str = "reward[]") -> RewardTerm:
-        """The term of the mapping at `key`, whose kind is the one of `KINDS` that it has; types are not checked.
+        """The term of the mapping at `key`, whose kind is the one of `KINDS` that it has.
 
         Raises:
-            ConfigError: it is no mapping, has none of the kinds or more than one, or an unknown key.
+            ConfigError: it is no mapping, has none of the kinds or more than one, or a key or value is refused.
         """
         if not isinstance(settings, Mapping):
             raise ConfigError(no_group(key, settings, "function"))
@@ -91,7 +91,13 @@ class RewardTerm:
                     f"{key}.{name} belongs to a {' or '.join(owners[name])}, and this term is a {kinds[0]}; "
                     "leave it out"
                 )
-        return KINDS[kinds[0]](**settings)
+        term: Any = KINDS[kinds[0]]
+        for item in fields(term):
+            if item.name in settings:
+                hint, limits = hints_of(term)[item.name], item.metadata.get("limits", {})
+                check_value(f"{key}.{item.name}", settings[item.name], hint, limits)
+        made: RewardTerm = term(**settings)
+        return made
 
     def source(self) -> tuple[str, str]:
         """The term's kind, and the value of the setting of that name."""
@@ -136,6 +142,7 @@ class ClassifierTerm(ModelTerm):
 
     def __post_init__(self) -> None:
         """Fill in the label of the built-in classifier."""
+        super().__post_init__()
         if self.classifier == "builtin:reviews" and self.label is None:
             self.label = "NEGATIVE"
 
@@ -170,7 +177,7 @@ KINDS: dict[str, type[RewardTerm]] = {
 
 
 @dataclass
-class ScoreConfig:
+class ScoreConfig(Group):
     """Normalization, clipping and penalties of scores."""
 
     normalize: Literal["none", "batch", "running"] = "none"
@@ -194,7 +201,7 @@ SEVERAL = "env.factory or tools or environment_factory"
 
 
 @dataclass
-class EnvironmentConfig:
+class EnvironmentConfig(Group):
     """Environment that answers the policy's turns (docs/turns.md); without one, and without `tools`, a completion is
     one turn."""
 

@@ -42,6 +42,19 @@ def setting(default: Any, *, needs: str | tuple[str, ...] = (), **limits: float)
     return field(**made, metadata=metadata)
 
 
+def at_home(path: str) -> str:
+    """A path with the home folder in place of `~`, and otherwise unchanged: a shell replaces it only in some places."""
+    return os.path.expanduser(path)  # noqa: PTH111  # a Path would make a hub id of ./name
+
+
+class Group:
+    """Base class of groups of settings: types and ranges are checked when one is made."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value of the wrong type or range."""
+        check(self, f"{type(self).__name__}.")
+
+
 def require_config(config: Any, kind: type[Config]) -> Config:
     """The configuration, checked again, since fields may have been changed since; None gives the default.
 

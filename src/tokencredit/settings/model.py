@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from tokencredit.settings.fields import setting
+from tokencredit.settings.fields import Group, setting
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ LEARNS = (EXISTS, "coef or epochs")
 
 
 @dataclass
-class LoraConfig:
+class LoraConfig(Group):
     """A new LoRA adapter, trained instead of the model's weights; needs PEFT."""
 
     rank: int = setting(0, at_least=0)
@@ -31,7 +31,7 @@ class LoraConfig:
 
 
 @dataclass
-class TunedModelConfig:
+class TunedModelConfig(Group):
     """Settings of a trained language model."""
 
     name: str = "builtin:reviews"
@@ -63,7 +63,7 @@ class ModelConfig(TunedModelConfig):
 
 
 @dataclass
-class CriticTraining:
+class CriticTraining(Group):
     """Critic settings shared by language models and agents."""
 
     kind: Literal["shared", "separate", "none"] = "shared"

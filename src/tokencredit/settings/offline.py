@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.fields import check, refuse, refuse_unused, setting
+from tokencredit.settings.fields import Group, check, refuse, refuse_unused, setting
 from tokencredit.settings.model import TunedModelConfig
 from tokencredit.settings.reader import Configuration
 from tokencredit.settings.training import MAX_SEED, OptimConfig, RunSettings
 
 
 @dataclass
-class RowsSettings:
+class RowsSettings(Group):
     """A data set, and the columns of its rows."""
 
     dataset: str | None = None
@@ -87,7 +87,7 @@ class DPOPairsConfig(LengthSettings, PairsConfig):
 
 
 @dataclass
-class HeldOutConfig:
+class HeldOutConfig(Group):
     """Metrics on rows that are not trained on."""
 
     every: int = setting(0, needs="data.held_out or dataset or eval_dataset", at_least=0)
@@ -112,7 +112,7 @@ class OfflineRunConfig(RunSettings):
 
 
 @dataclass
-class RewardModelStartConfig:
+class RewardModelStartConfig(Group):
     """The model that the reward model starts from."""
 
     name: str = "builtin:reviews"
@@ -128,7 +128,7 @@ class RewardModelStartConfig:
 
 
 @dataclass
-class SFTLossConfig:
+class SFTLossConfig(Group):
     """Supervised fine-tuning."""
 
     loss_on: Literal["completion", "all"] = "completion"
@@ -136,7 +136,7 @@ class SFTLossConfig:
 
 
 @dataclass
-class RewardModelLossConfig:
+class RewardModelLossConfig(Group):
     """The loss of a reward model: −log σ(score of chosen − score of rejected), the model of Bradley and Terry."""
 
     center: float | None = setting(None, above=0)
@@ -144,7 +144,7 @@ class RewardModelLossConfig:
 
 
 @dataclass
-class DPOLossConfig:
+class DPOLossConfig(Group):
     """Direct preference optimization, without a reward model."""
 
     loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"

@@ -143,16 +143,15 @@ def read_settings(kind: type, path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or has a key or value that is refused; the message names the file.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"{str(path)!r} {'is not a file' if Path(path).exists() else 'does not exist'}")
-    settings = read_yaml(Path(path))
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{str(path)!r} {'is not a file' if file.exists() else 'does not exist'}")
+    settings = read_yaml(file)
     try:
         if not isinstance(settings, Mapping):
             raise ConfigError("it holds no settings; it must be a mapping of keys to values")
         groups = grouped(kind, settings.items())
-        limits = {item.name: item.metadata.get("limits", {}) for item in fields(kind)}
-        for name, value in _values(kind(), groups, settings_of(kind)).items():
-            check_value(name, value, hints_of(kind)[name], limits[name])
+        _values(kind(), groups, settings_of(kind))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return groups
@@ -206,8 +205,9 @@ def merged(kind: Any, first: Mapping[str, Any], second: Mapping[str, Any]) -> di
 
 
 def _values(default: Any, settings: Mapping[str, Any], known: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """Values of a dataclass's fields, with its groups instantiated; types are not checked."""
+    """Values of a dataclass's fields, with its groups instantiated; each is checked by itself."""
     hints, made = hints_of(default.__class__), dict[str, Any]()
+    limits = {item.name: item.metadata.get("limits", {}) for item in fields(default)}
     for name, value in settings.items():
         key = f"{prefix}{name}"
         if name not in hints:
@@ -217,6 +217,7 @@ def _values(default: Any, settings: Mapping[str, Any], known: Collection[str], p
             raise ConfigError(unknown_key(key, known))
         if not is_dataclass(hints[name]) or value is None:
             made[name] = _converted(key, value, hints[name])
+            check_value(key, made[name], hints[name], limits[name])
         elif isinstance(value, Mapping):
             group = getattr(default, name)
             made[name] = replace(group, **_values(group, value, known, f"{key}."))

@@ -7,7 +7,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.fields import refuse, setting
+from tokencredit.settings.fields import Group, refuse, setting
 
 EngineName = Literal["local", "continuous", "vllm"]
 VLLM_TEMPERATURES = (0.01, 2.0)
@@ -15,7 +15,7 @@ VLLM_TEMPERATURES = (0.01, 2.0)
 
 
 @dataclass
-class SamplingConfig:
+class SamplingConfig(Group):
     """Sampling of completions; docs/algorithms.md says what filters change."""
 
     max_new_tokens: int = setting(24, at_least=1)
@@ -131,7 +131,7 @@ FIXED = "proximal: not interpolated"
 
 
 @dataclass
-class OffPolicyConfig:
+class OffPolicyConfig(Group):
     """Corrections for tokens drawn with other log-probs than those of training: by filters such as top_p, by a pass in
     bfloat16, or by another engine."""
 

@@ -222,7 +222,7 @@ def read_source(name: str, no_code: bool = False) -> ModelSource:
     Raises:
         ConfigError: the folder holds neither a run of a language model nor a model, or its configuration is refused.
     """
-    folder = Path(name)
+    folder = Path(name).expanduser()
     if not name:
         raise ConfigError("the name of the model is empty; give the folder of a run or a model, or a hub id")
     if not (folder / "config.yaml").is_file():

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from tokencredit.core.estimator_table import ESTIMATORS, EstimatorName
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import SEVERAL
-from tokencredit.settings.fields import setting
+from tokencredit.settings.fields import Group, at_home, setting
 from tokencredit.settings.model import CriticTraining
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
@@ -29,7 +29,7 @@ STEPWISE = [name for name, needs in ESTIMATORS.items() if "gamma" in needs.setti
 
 
 @dataclass
-class AdvantageSettings:
+class AdvantageSettings(Group):
     """Advantage settings shared by language models and agents."""
 
     estimator: EstimatorName = "gae"
@@ -88,7 +88,7 @@ MANY_STEPS = "algorithm: not policy_gradient"
 
 
 @dataclass
-class PPOSettings:
+class PPOSettings(Group):
     """Settings of the PPO update shared by language models and agents."""
 
     epochs: int = setting(4, needs=MANY_STEPS, at_least=1)
@@ -173,7 +173,7 @@ ADAPTED = (1e-5, 10.0)
 
 
 @dataclass
-class KLConfig:
+class KLConfig(Group):
     """KL penalty towards the reference model."""
 
     coef: float = setting(0.05, at_least=0)
@@ -190,7 +190,7 @@ class KLConfig:
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(Group):
     """Optimizer and learning-rate schedule; a critic has learning rates of its own under `critic`."""
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -218,7 +218,7 @@ class OptimConfig:
 
 
 @dataclass
-class ShardingConfig:
+class ShardingConfig(Group):
     """Details of `run.shard`."""
 
     layers: list[str] | None = setting(None, needs="run.shard: not none")
@@ -236,7 +236,7 @@ class ShardingConfig:
 
 
 @dataclass
-class StopSettings:
+class StopSettings(Group):
     """Early-stopping rules shared by language models and agents."""
 
     reward: float | None = None
@@ -255,7 +255,7 @@ class StopConfig(StopSettings):
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Group):
     """Evaluation on held-out prompts, sampled as rollouts are; the best policy is kept in `best/`."""
 
     every: int = setting(0, at_least=0)
@@ -279,7 +279,7 @@ class EvalConfig:
 
 
 @dataclass
-class AuditSettings:
+class AuditSettings(Group):
     """Audit settings shared by language models and agents."""
 
     every: int = setting(0, at_least=0)
@@ -302,7 +302,7 @@ class AuditConfig(AuditSettings):
 
 
 @dataclass
-class RunSettings:
+class RunSettings(Group):
     """Length and files of a run, shared by language models and agents."""
 
     dir: str | None = None
@@ -321,6 +321,11 @@ class RunSettings:
     trackers: list[Tracker] | None = None
     """Experiment trackers (of Accelerate) that log the metrics, beside metrics.jsonl; null for TensorBoard if it is
     installed."""
+
+    def __post_init__(self) -> None:
+        """Put the home folder in place of `~`."""
+        super().__post_init__()
+        self.dir = self.dir and at_home(self.dir)
 
 
 @dataclass

@@ -183,4 +183,5 @@ def load(run: str | Path, which: str = "policy") -> Policy:
     Raises:
         ConfigError: the folder holds no run, or the run has no such policy.
     """
-    return Policy(Path(run), with_engine(read_policy_config(Path(run))), which)
+    folder = Path(run).expanduser()
+    return Policy(folder, with_engine(read_policy_config(folder)), which)

@@ -89,7 +89,7 @@ def read_sweep(file: Path, configure: Configure) -> list[SweepRun]:
     sweep = read_settings(file)
     base = sweep.get("base", {})
     if isinstance(base, str):
-        sweep["base"] = read_settings(file.parent / base)
+        sweep["base"] = read_settings(file.parent / Path(base).expanduser())
     try:
         return expand(sweep, configure)
     except ConfigError as error:
@@ -137,7 +137,7 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[SweepRun]:
         except ConfigError as error:
             raise ConfigError(f"variant {name}: {error}") from error
         for seed in seeds:
-            at = Path(folder) / name / f"seed-{seed}"
+            at = Path(folder).expanduser() / name / f"seed-{seed}"
             own = {"seed": seed, "run": config["run"] | {"dir": str(at)}}
             runs.append(SweepRun(run_kind, name, seed, at, config | own))
     return runs

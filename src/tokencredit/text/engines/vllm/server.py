@@ -90,7 +90,7 @@ class VllmServer(Sampler):
         self.versions = map(f"{self.run}-{{}}".format, count(1))
         self.version: str | None = None
         """The version of the last sync; None before the first."""
-        self.folder = Path(rollout.server_folder or tempfile.gettempdir()).absolute()
+        self.folder = Path(rollout.server_folder or tempfile.gettempdir()).expanduser().absolute()
         with self.processes.agreed(ConfigError):
             try:
                 if self.processes.main:  # which alone gives the server its weights
