@@ -208,6 +208,16 @@ def test_the_command(repeat, tmp_path, capsys):
     assert "seed 1" in (tmp_path / "out" / "comparison.html").read_text()
 
 
+def test_a_run_without_an_iteration_is_left_out_by_name(repeat, tmp_path, capsys):
+    run, empty = str(repeat("left-out", seed=1)), tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.yaml").write_text("seed: 1\n")
+    assert main(["compare", str(empty), run, "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith(f"left out: '{empty}' has no finished iteration yet\n")
+    assert main(["compare", str(empty), "--out", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"tokencredit: '{empty}' has no finished iteration yet\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -1,11 +1,13 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from helpers.episodes import grid
 from tokencredit.errors import ConfigError
+from tokencredit.report.audit_view import trust
 from tokencredit.report.reading import ITERATIONS, read_run, with_audit
 from tokencredit.runs.summary import WINDOW
 
@@ -21,6 +23,13 @@ def test_a_run_is_read_back(run_folder):
     assert len(run.samples) == 12
     assert run.config["seed"] == 1
     assert run.summary["stopped_by"] == "iterations"
+    assert len(repr(run)) < 1000, "a notebook shows it in a few lines"
+
+
+def test_a_run_that_began_with_a_reward_from_python_has_no_command_that_audits_it(copy):
+    assert "to measure it: tokencredit audit" in trust(replace(read_run(copy), audit=None))
+    (copy / "python.json").write_text('{"arguments": ["reward_funcs"]}')
+    assert "set audit.every in Python" in trust(replace(read_run(copy), audit=None))
 
 
 def test_a_line_that_is_still_being_written_is_left_out(copy):

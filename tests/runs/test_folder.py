@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 def test_a_folder_in_use_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"run\.dir .* holds a run or other files already"):
+    with pytest.raises(ConfigError, match=r"run\.dir .* holds a run or other files already; give another run\.dir, or"):
         RunFolder(str(tmp_path)).refuse_if_used()
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 

@@ -125,3 +125,22 @@ def test_a_text_longer_than_the_context_is_refused(run):
         load(run[0]).logprobs("really " * 500, "The film was")
     with pytest.raises(ConfigError, match="'' has no token to score"):
         load(run[0]).values("", "The film was")
+
+
+def test_a_conversation_and_several_texts_are_prompts(tmp_path, chat_model):
+    policy = Policy(tmp_path, chat_model, "base")
+    asked = [{"role": "user", "content": "Did you like it?"}]
+    (written,) = policy.prompts(asked, 1, 4).texts
+    assert written.startswith("user: Did you like it?\nassistant:")
+    assert policy.prompts(["A film", "A book"], 2, 4).texts == ["A film", "A film", "A book", "A book"]
+    assert len(policy.generate(["A film", "A book"], 2, max_new_tokens=2)) == 4
+    assert len(policy.generate(asked, 3, max_new_tokens=2)) == 3
+    for wrong in ([], [asked, "a"], [3], 3):
+        with pytest.raises(ConfigError, match="it must be a text, a list of texts, or a list of messages"):
+            policy.generate(wrong)
+
+
+def test_the_run_of_an_agent_is_named_with_its_command(tmp_path):
+    (tmp_path / "config.yaml").write_text("env: {id: CartPole-v1}\n")
+    with pytest.raises(ConfigError, match=r"is the run of an agent, .* play its episodes with: tokencredit play "):
+        load(tmp_path)

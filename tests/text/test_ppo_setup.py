@@ -33,7 +33,10 @@ def config(settings=None):
     ("arguments", "message"),
     [
         ({"model": tc.ModelConfig()}, r"^model is ModelConfig\(.*; it must be a str, a hub id or folder, or a loaded"),
-        ({"model": torch.nn.Linear(1, 1)}, r"^model is Linear\(.*; it must be a str"),
+        (
+            {"model": torch.nn.Linear(1, 1)},
+            r"^model is a Linear, a module without a Transformers configuration; give",
+        ),
         ({"args": {"kl.coef": 0.1}}, r"^args is a dict; give a PPOConfig, such as PPOConfig\.from_dict"),
         ({"processing_class": "gpt2"}, r"^processing_class is 'gpt2'; it must be a Transformers tokenizer"),
         (

@@ -41,7 +41,7 @@ def training(config: Config, *, resume: bool) -> Iterator[tuple[Config, bool]]:
     """
     given = resume
     if not resume and "RANK" not in os.environ:
-        RunFolder(config.run.dir).refuse_if_used()  # before slow imports
+        RunFolder(config.run.dir).refuse_if_used(by_command=True)  # before slow imports
     from tokencredit.distributed.processes import Processes, connection_lost
 
     processes = Processes(config.run.timeout)
@@ -49,7 +49,7 @@ def training(config: Config, *, resume: bool) -> Iterator[tuple[Config, bool]]:
     try:
         if job is None:
             if not resume and processes.main:
-                RunFolder(config.run.dir).refuse_if_used()
+                RunFolder(config.run.dir).refuse_if_used(by_command=True)
             yield config, resume
             return
         with _terminated(), processes.watched():
@@ -105,7 +105,7 @@ def plan(job: Job, folder: str | None, *, resume: bool) -> tuple[str, bool]:
         recover(run.path)
         resume = resume or (run.path / "config.yaml").is_file()
     if not resume:
-        run.refuse_if_used()
+        run.refuse_if_used(by_command=True)
     return folder, resume
 
 

@@ -128,7 +128,7 @@ def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
         with current_folder():
             return gym.make_vec(args.id, **options, **args.kwargs)
     except gym.error.DependencyNotInstalled as error:
-        raise ConfigError(f"env.id {args.id}: {error}; pip install tokencredit[control]") from error
+        raise ConfigError(f"env.id {args.id}: {error}") from error  # which names the package
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
         raise ConfigError(f"env.id is {args.id!r}, which is not registered{_registered_by(args.id)}") from error
     except ImportError as error:

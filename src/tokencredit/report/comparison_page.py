@@ -33,7 +33,7 @@ from tokencredit.report.comparison_stats import (
     varying,
     verdict,
 )
-from tokencredit.report.reading import REPORT, read_run
+from tokencredit.report.reading import REPORT, NoIteration, Run, read_run
 from tokencredit.report.templating import fill
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.summary import WINDOW
@@ -89,7 +89,14 @@ def write_comparison(
         raise ConfigError("no run to compare")
     if smooth < 1:
         raise ConfigError(f"smooth is {smooth}; it must be at least 1")
-    loaded = [read_run(path, samples=False) for path in {path.resolve(): path for path in runs}.values()]
+    loaded, empty = list[Run](), list[NoIteration]()
+    for path in {path.resolve(): path for path in runs}.values():
+        try:
+            loaded.append(read_run(path, samples=False))
+        except NoIteration as error:
+            empty.append(error)
+    if not loaded:
+        raise empty[0]
     metric = choose_metric(loaded, metric)
     groups, titles = group_runs(loaded, group_by), axes(loaded)
     curves = {axis: [curve(group.runs, metric, axis, smooth) for group in groups] for axis in titles}
@@ -99,7 +106,7 @@ def write_comparison(
         raise ConfigError(f"cannot make the folder {str(out)!r}: {error.strerror}; give another --out") from error
     for axis, lines in curves.items():
         draw(out / f"{axis}.png", groups, lines, titles[axis], metric)
-    sentences = verdict(groups, metric)
+    sentences = [*(f"left out: {error}" for error in empty), *verdict(groups, metric)]
     RunFolder(str(out)).write(NAME, render(groups, curves, sentences, titles, metric, smooth, out))
     return Comparison(out / NAME, sentences)
 

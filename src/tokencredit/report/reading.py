@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +85,24 @@ CRITIC: dict[str, Form] = {
 """The critic in an audit."""
 
 
+class NoIteration(ConfigError):
+    """A run without a finished iteration."""
+
+
 @dataclass(frozen=True)
 class Run:
     """Contents of a run's files; `config`, in plain dicts and lists, has the run's choices in place of `auto`."""
 
     path: Path
-    config: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    config: dict[str, Any] = field(repr=False)
+    metrics: list[dict[str, Any]] = field(repr=False)
     """One dict per iteration, with the metrics of `audit` merged in; None replaces values that are not finite
     numbers."""
-    samples: list[dict[str, Any]]
+    samples: list[dict[str, Any]] = field(repr=False)
     """Completions token by token, as `text.batch` describes them, of at most `ITERATIONS`; empty for an agent."""
     summary: dict[str, Any]
     """Empty while the run is training."""
-    audit: dict[str, Any] | None = None
+    audit: dict[str, Any] | None = field(default=None, repr=False)
     """The newest audit, as `AUDIT_FILE` describes it; None if there is none."""
     changes: Sequence[tuple[int, str]] = ()
     """Settings and sources that changed when the run was resumed, after the iteration before each."""
@@ -134,7 +138,7 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
             require(path / "config.yaml", {key: value}, {key: form})
     metrics = list(read_metrics(path / "metrics.jsonl"))
     if not metrics:
-        raise ConfigError(f"{str(path)!r} has no finished iteration yet")
+        raise NoIteration(f"{str(path)!r} has no finished iteration yet")
     summary = path / "summary.json"
     outcome = read_object(summary, summary.read_text(encoding="utf-8", errors="replace")) if summary.is_file() else {}
     require(summary, outcome, {"stopped_by?": TEXT})

@@ -46,18 +46,22 @@ class RunFolder:
         self._lock: int | None = None
         self.path = Path(folder).expanduser() if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
 
-    def refuse_if_used(self) -> None:
-        """Raise `ConfigError` if the folder is not empty; call it in the main process only."""
+    def refuse_if_used(self, by_command: bool = False) -> None:
+        """Raise `ConfigError` if the folder is not empty; call it in the main process only.
+
+        The message has the flags of a command, or else the call in Python.
+        """
         if not self.path.exists():
             return
         if not self.path.is_dir():
             raise ConfigError(f"run.dir {str(self.path)!r} is a file; give a new folder, or an empty one")
         unfinished = {LOCK, beside(self.path / JOB, "part").name} | ({JOB} if self.begun() else set())
         if any(path.name not in unfinished for path in self.path.iterdir()):
-            resume = f", or resume the run with --resume {self.path}" if (self.path / "config.yaml").is_file() else ""
+            how = f"--resume {self.path}" if by_command else "train(resume_from_checkpoint=True)"
+            resume = f", or resume the run with {how}" if (self.path / "config.yaml").is_file() else ""
             raise ConfigError(
-                f"run.dir {str(self.path)!r} holds a run or other files already; give another --run.dir, or move it "
-                f"away{resume}"
+                f"run.dir {str(self.path)!r} holds a run or other files already; give another "
+                f"{'--' * by_command}run.dir, or move it away{resume}"
             )
 
     def begun(self) -> bool:
@@ -84,7 +88,7 @@ class RunFolder:
         if free < reserve + more:
             raise ConfigError(
                 f"the disk of run.dir {str(self.path)!r} has {free / 1e6:.0f} MB free, and the run writes at least "
-                f"{(reserve + more) / 1e6:.0f} MB; free some space or give another --run.dir"
+                f"{(reserve + more) / 1e6:.0f} MB; free some space or give another run.dir"
             )
 
     def reopen(self, reserve: int) -> None:

@@ -188,7 +188,7 @@ def _failed(trainer: Trainer, number: int, error: BaseException) -> RunStopped:
     if not record.folder.path.is_dir():
         return RunStopped(
             f"stopped in {place}: the run's folder {str(record.folder.path)!r} is gone, so nothing more is written; "
-            "if it was moved, resume the run with --resume and its new path"
+            "if it was moved, resume the run under its new path"
         )
     record.failed = True
     lines = [f"stopped in {place}: {_reason(error)}"]

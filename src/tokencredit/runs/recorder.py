@@ -152,7 +152,7 @@ class RunRecord:
         done, state, damaged = newest(path, self.processes, sharded)
         if done >= self.args.iterations and (path / "summary.json").is_file():
             raise RunComplete(
-                f"{str(path)!r} has done all its {done} iterations; raise --run.iterations to continue, above {done} "
+                f"{str(path)!r} has done all its {done} iterations; raise run.iterations to continue, above {done} "
                 f"(it is {self.args.iterations})"
             )
         lines = [] if state is None else load(for_trainer(state), set(changed))
@@ -260,7 +260,7 @@ class RunRecord:
         path = self.folder.path
         if saved(path) or self.args.save_every or not (path / "metrics.jsonl").is_file():
             return ""
-        return "run.save_every is 0; begin a new run with another --run.dir"
+        return "run.save_every is 0; begin a new run with another run.dir"
 
     def how_to_resume(self) -> str:
         """How to resume this run: the command or the call, with a caution if there is no checkpoint."""

@@ -114,7 +114,7 @@ def newest(
         except (DamagedCheckpoint, KeyError, TypeError) as error:
             damaged.append(f"the checkpoint {folder} cannot be used, trying the one before it: {error}")
     if damaged:
-        raise ConfigError("; ".join([*damaged, "there is none before it; begin a new run with another --run.dir"]))
+        raise ConfigError("; ".join([*damaged, "there is none before it; begin a new run with another run.dir"]))
     return 0, None, []
 
 

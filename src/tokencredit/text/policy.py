@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, quoted
 from tokencredit.runs.folder import read_python
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.run_kind import read_policy_config, read_source, with_engine
+from tokencredit.settings.run_kind import CONTROL, read_policy_config, read_source, run_kind_of, with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
@@ -23,6 +26,9 @@ from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
 from tokencredit.text.rollout_passes import rollout_logprobs, rollout_values
 from tokencredit.text.turns.environments import load_environments
+
+Prompt = str | Sequence[str] | Sequence[Mapping[str, Any]] | None
+"""Text to continue, several of them, or a conversation."""
 
 
 class Policy:
@@ -42,18 +48,18 @@ class Policy:
 
     def generate(
         self,
-        prompt: str | None = None,
+        prompt: Prompt = None,
         n: int = 1,
         *,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         seed: int = 1,
     ) -> list[str]:
-        """Sample `n` completions, without their prompts.
+        """Sample `n` completions, without their prompts; of several prompts `n` each, in their order.
 
         Args:
-            prompt: text to continue; None takes the run's own prompts in turn.
-            n: number of completions.
+            prompt: text to continue, a conversation, or a list of texts; None takes the run's own prompts in turn.
+            n: number of completions, of each prompt.
             max_new_tokens: longest completion; None for the run's.
             temperature: divides the logits; None for the run's.
             seed: seed of the sampling.
@@ -69,8 +75,8 @@ class Policy:
             raise ConfigError(f"temperature is {temperature}; it must be above 0")
         return self.complete(self.prompts(prompt, n, longest), longest, temperature, seed)
 
-    def prompts(self, prompt: str | None, n: int, max_new_tokens: int, chat: bool = False) -> PromptBatch:
-        """A batch of `n` rows with a prompt, or with the run's own prompts in turn.
+    def prompts(self, prompt: Prompt, n: int, max_new_tokens: int, chat: bool = False) -> PromptBatch:
+        """A batch of `n` rows with a prompt, or with the run's own prompts in turn; `n` of each of several texts.
 
         With `chat` the prompt is a user message, rendered by the tokenizer's chat template.
         """
@@ -78,15 +84,20 @@ class Policy:
         if prompt is None and not self.prompted:
             source = ", which came from Python (train_dataset)" if "train_dataset" in self.given else " to complete"
             raise ConfigError(f"the run's folder does not hold prompts{source}; give a prompt")
-        if prompt is not None and chat:
-            config = replace(config, column="prompt")
-            rows = [{"prompt": [{"role": "user", "content": prompt}]}]
-        elif prompt is not None:
-            config = PromptsConfig(text=prompt, add_bos=config.add_bos)
+        if isinstance(prompt, str) and chat:
+            prompt = [{"role": "user", "content": prompt}]
+        listed: list[Any] = [] if prompt is None else list(prompt) if isinstance(prompt, list | tuple) else [prompt]
+        if listed and all(isinstance(message, Mapping) for message in listed):
+            config = replace(config, column="prompt", template=None)
+            rows, listed = [{"prompt": listed}], listed[:1]
+        elif all(isinstance(text, str) for text in listed) and (listed or prompt is None):
+            config = PromptsConfig(text=listed, add_bos=config.add_bos) if listed else config
+        else:
+            raise ConfigError(f"prompt is {quoted(prompt)}; it must be a text, a list of texts, or a list of messages")
         limit = max_prompt_length(self.model.lm, max_new_tokens)
         seed = self.config.seed
         loaded = load_prompts(config, self.tokenizer, seed=seed, limit=limit, dataset=rows, dataset_name="--prompt")
-        return loaded.batch(0, n)
+        return loaded.batch(0, n * max(1, len(listed)), n if listed else 1)
 
     def play(
         self, n: int, max_new_tokens: int, temperature: float | None = None, seed: int = 1
@@ -184,4 +195,11 @@ def load(run: str | Path, which: str = "policy") -> Policy:
         ConfigError: the folder holds no run, or the run has no such policy.
     """
     folder = Path(run).expanduser()
+    if (folder / "config.yaml").is_file():
+        settings = read_yaml(folder / "config.yaml")
+        if isinstance(settings, Mapping) and run_kind_of(settings) is CONTROL:
+            raise ConfigError(
+                f"{str(run)!r} is the run of an agent, and load is for language models; play its episodes with: "
+                f"tokencredit play {quote(str(run))}"
+            )
     return Policy(folder, with_engine(read_policy_config(folder)), which)

@@ -49,7 +49,12 @@ def check_arguments(
 
     `train` and `held_out` are the data sets; `played` is true if there are tools or an environment from Python.
     """
-    if not (model is None or isinstance(model, str) or (isinstance(model, nn.Module) and hasattr(model, "config"))):
+    if isinstance(model, nn.Module) and not hasattr(model, "config"):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, a module without a Transformers configuration; give a hub id, a "
+            "folder, or a model of Transformers or PEFT, as AutoModelForCausalLM loads it"
+        )
+    if not (model is None or isinstance(model, str | nn.Module)):
         raise ConfigError(
             f"model is {quoted(model)}; it must be a str, a hub id or folder, or a loaded model; settings go into args"
         )

@@ -131,6 +131,15 @@ def test_reward_functions_of_python_become_terms():
     assert [(term.name, term.weight) for term in terms] == list(names.items())
 
 
+def test_a_reward_function_of_python_may_be_named_as_in_a_configuration(tmp_path):
+    (tmp_path / "mine.py").write_text("def half(completions):\n    return [0.5 for _ in completions]\n")
+    terms = as_terms(["repetition", f"{tmp_path}/mine.py:half"])
+    assert [term.name for term in terms] == ["repetition", "half"]
+    assert rate(terms[1:]).totals == [0.5, 0.5]
+    with pytest.raises(ConfigError, match=r"reward_funcs\[0\]: regex needs pattern; give it in kwargs"):
+        as_terms("regex")
+
+
 def rate_by(prompts, completions, factor, **columns):
     return [factor * 1.0 for _ in completions]
 

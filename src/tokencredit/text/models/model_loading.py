@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import NewGELUActivation
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
@@ -138,6 +138,7 @@ def base_model(name: str, folder: str) -> str | None:
 
 def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Check that a language model can be trained here, switch off its noise (dropout by `model.dropout`), return it."""
+    refuse_quantised(args.name, lm.config.to_dict())
     if lm.get_output_embeddings() is None or not hasattr(lm, "generation_config"):
         raise ConfigError(
             f"the model {args.name!r} is a {type(lm).__name__}, which has no projection to a vocabulary; give a causal "
@@ -256,6 +257,7 @@ def load_model(
     """
     model: PreTrainedModel
     with as_config_error(f"a language model from {name!r}"), without_load_report():
+        refuse_quantised(name, PretrainedConfig.get_config_dict(folder)[0])
         options = {} if sharding is None else sharding.options(kind, folder, args, trunk=trunk)
         model, loaded = kind.from_pretrained(
             folder,
@@ -278,6 +280,16 @@ def load_model(
     fuse_gelu(model)
     disable_noise(model, dropout=not args.dropout)
     return model
+
+
+def refuse_quantised(name: str, config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for the configuration of a model whose weights are quantised."""
+    if quantisation := config.get("quantization_config"):
+        method = quantisation.get("quant_method", "") if isinstance(quantisation, Mapping) else ""
+        raise ConfigError(
+            f"the weights of {name!r} are quantised{f' ({method})' * bool(method)}, and quantised models are not "
+            "trained; give the model in float32, float16 or bfloat16"
+        )
 
 
 @contextmanager

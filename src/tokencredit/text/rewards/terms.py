@@ -110,8 +110,9 @@ def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term
     """Terms of weight 1 from the argument `reward_funcs`, which takes the types of TRL's trainers.
 
     Args:
-        reward_funcs: a reward function, a hub id or folder of a reward model, a loaded reward model (its tokenizer is
-            found by the name it was loaded from), or a list of them. A `Term` keeps its own name and weight.
+        reward_funcs: a reward function or its name, as in a configuration, a hub id or folder of a reward model, a
+            loaded reward model (its tokenizer is found by the name it was loaded from), or a list of them. A `Term`
+            keeps its own name and weight.
         device: device of the models.
     """
     entries = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
@@ -123,6 +124,8 @@ def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term
 def _as_term(reward: Any, device: torch.device | str) -> Term:
     if isinstance(reward, Term):
         return _checked(reward)
+    if isinstance(reward, str) and (reward in READY_MADE or (":" in reward and not reward.startswith("builtin:"))):
+        return Term(reward.rpartition(":")[2], 1.0, load_function(reward, {}))
     if isinstance(reward, str):
         return Term(Path(reward).name, 1.0, RewardModel(reward, *load(reward, device)))
     if isinstance(reward, PreTrainedModel):
