@@ -41,7 +41,7 @@ def test_settings_choose_the_objective():
 
 
 def test_gspo_needs_a_clip_range_of_its_own():
-    with pytest.raises(ConfigError, match=r"ppo\.clip is 0\.2, and ppo\.loss is gspo, .* such as ppo\.clip: 0\.0003"):
+    with pytest.raises(ConfigError, match=r"ppo\.clip is 0\.2, and ppo\.loss is gspo; .* must be below 0\.2, as 3e-4"):
         PPOConfig.from_dict({"ppo.loss": "gspo"})
 
 
