@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tokencredit.runs.diagnosis import CHECKS, diagnose, no_finding
+from tokencredit.runs.diagnosis import CHECKS, EXPLAINS, diagnose, no_finding
 from tokencredit.runs.summary import History
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import flat
@@ -98,6 +98,8 @@ def of_episodes(**changes):
     }
 
 
+SLOW = {"reward": lambda i: 0.5 + 0.002 * i, "kl": lambda i: 0.02 * i}
+"""Columns of a run whose reward hardly rises, near its reference."""
 DISEASES = {
     "mismatch": {"first_ratio_error": lambda i: 0.05},
     "engine_mismatch": {"behavior_kl": lambda i: 0.05, "behavior_ratio": lambda i: 1.0},
@@ -110,8 +112,22 @@ DISEASES = {
     "kl_runaway": {"kl": ramp(0.0, 60.0)},
     "entropy_collapse": {"entropy": ramp(2.0, 0.01)},
     "clip_high": {"clip_fraction": lambda i: 0.6},
-    "clip_low": {"clip_fraction": lambda i: 0.0},
-    "explained_variance": {"explained_variance": lambda i: -0.5},
+    "clip_low": {"clip_fraction": lambda i: 0.0} | SLOW,
+    "entropy_explodes": {"entropy": ramp(1.0, 4.0)},
+    "discounted": {"reward": lambda i: 0.5},
+    "large_rewards": {
+        "reward": lambda i: 92.0,
+        "reward_std": lambda i: 20.0,
+        "value_mean": lambda i: 0.5 * i,
+        "grad_norm": lambda i: 100.0,
+    },
+    "critic_lags": {
+        "reward": lambda i: 3.0,
+        "value_mean": lambda i: 0.01 * i,
+        "explained_variance": lambda i: 0.0,
+        "kl": lambda i: 0.02 * i,
+    },
+    "explained_variance": {"explained_variance": lambda i: -0.5} | SLOW,
     "pretraining": {
         "pretrain/explained_variance": lambda i: math.nan if i else -0.1,
         "pretrain/batches": lambda i: math.nan if i else 5,
@@ -125,7 +141,13 @@ DISEASES = {
     "constant_term": {"reward_std/b": lambda i: 0.0},
     "dominant_term": {"reward_std/b": lambda i: 5.0},
     "always_clipped": {"grad_norm": lambda i: 3000.0, "clip_fraction": lambda i: 0.001},
-    "flat_reward": {"reward": lambda i: 0.5},
+    "flat_reward": {"reward": lambda i: 0.5, "kl": lambda i: 0.02 * i},
+    "rare_reward": {"reward_std": lambda i: 0.0 if i % 3 else 0.2, "reward": lambda i: 0.01},
+    "equal_groups": {"advantage_std": lambda i: 0.4, "reward": lambda i: 0.5 + 0.002 * i},
+    "evaluation_disagrees": {"eval/reward": lambda i: 0.5 - 0.001 * i},
+    "grows_long": {"reward": ramp(0.5, 0.9), "length": ramp(20.0, 30.0), "truncated": ramp(0.2, 1.0)},
+    "stop_unused": {"stopped": lambda i: 0.0},
+    "ends_at_once": {"length": lambda i: 1.2},
     "environment_fails": of_episodes(**{"ending/error": 0.9}),
     "calls_malformed": of_episodes(malformed=0.8, calls=0.01),
     "tools_fail": of_episodes(failed=0.8),
@@ -133,6 +155,16 @@ DISEASES = {
     "no_room": of_episodes(**{"ending/length": 0.8}),
     "observations_cut": of_episodes(cut=0.7),
 }
+
+
+SETTINGS = {
+    "discounted": CONFIG | {"advantage": {"estimator": "gae", "gamma": 0.5}},
+    "large_rewards": CONFIG | {"critic": {"kind": "shared", "coef": 0.5}},
+    "equal_groups": CONFIG
+    | {"advantage": {"estimator": "group_relative", "scale": True}, "rollout": {"stop_at_eos": True, "per_prompt": 4}},
+    "stop_unused": CONFIG | {"rollout": {"stop_at_eos": True, "stop": ["###"]}},
+}
+"""Configurations of runs whose check reads more than metrics."""
 
 
 def sick(name):
@@ -175,10 +207,10 @@ def test_a_result_without_findings_says_how_little_was_checked():
 
 @pytest.mark.parametrize("name", DISEASES)
 def test_each_fault_is_named(name):
-    found = diagnose(sick(name), CONFIG)
+    found = diagnose(sick(name), SETTINGS.get(name, CONFIG))
     assert name in [finding.name for finding in found]
     finding = next(finding for finding in found if finding.name == name)
-    column = next(iter(DISEASES[name]))
+    column = "advantage.gamma" if name == "discounted" else next(iter(DISEASES[name]))
     assert column in finding.evidence
     assert finding.advice in finding.line()
 
@@ -235,7 +267,7 @@ def test_around_the_policy_that_drew_no_first_ratio_has_to_be_1():
 
 
 def test_every_check_has_a_case():
-    others = {"still_warming", "truncated_support"}  # of other settings, in tests of their own
+    others = {"still_warming", "truncated_support", "hollow_score"}  # of other settings, in tests of their own
     assert {check.__name__ for _, check in CHECKS} == {*DISEASES, *others}
 
 
@@ -391,7 +423,7 @@ def test_a_clipped_gradient_is_a_finding_only_where_the_policy_hardly_moves(chan
 @pytest.mark.parametrize(("loss", "named"), [("clip", True), ("gspo", False), ("cispo", False), ("dppo_tv", False)])
 @pytest.mark.parametrize(("finding", "share"), [("clip_high", 0.6), ("clip_low", 0.0)])
 def test_the_clip_fraction_is_judged_only_for_ppos_own_loss(finding, share, loss, named):
-    rows = [row | {"clip_fraction": share} for row in healthy()]
+    rows = [row | {"clip_fraction": share} for row in sick("clip_low")]
     assert (finding in names(rows, CONFIG | {"ppo": CONFIG["ppo"] | {"loss": loss}})) == named
 
 
@@ -458,7 +490,7 @@ def test_an_environment_that_always_pays_the_same_is_named():
 
 def test_an_environment_that_fails_comes_before_what_it_then_pays():
     rows = [{"reward_std/Grid": 0.0} | row for row in episodes(**{"ending/error": 1.0})]
-    assert names(rows) == ["environment_fails", "constant_term"]
+    assert names(rows) == ["environment_fails"]
 
 
 def test_short_equal_episodes_of_a_solved_task_pass():
@@ -486,7 +518,7 @@ def test_numbers_that_are_missing_or_not_finite_are_passed_over():
 
 
 def test_texts_without_a_token_pass():
-    assert names([row | {"length": 0.0} for row in sick("kl_runaway")]) == []
+    assert names([row | {"length": 0.0} for row in sick("kl_runaway")]) == ["ends_at_once"]
 
 
 def test_agents_are_judged_by_their_return():
@@ -506,3 +538,141 @@ def test_advice_names_settings_that_exist():
         for finding in diagnose(sick(name), CONFIG):
             for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", finding.advice):
                 assert key.partition(".")[0] not in groups or key in known, f"{finding.name} advises {key}"
+
+
+# Cause and consequence, and cures that the kind of run has.
+
+
+def test_no_finding_explains_its_own_cause():
+    known = {check.__name__ for _, check in CHECKS}
+    for cause, consequences in EXPLAINS.items():
+        assert {cause, *consequences} <= known
+        assert all(cause not in EXPLAINS.get(name, ()) for name in consequences)
+
+
+def test_a_collapsed_run_shows_the_cause_alone():
+    rows = sick("degenerate")
+    worse = {"explained_variance": -0.5, "truncated": 1.0, "kl": 60.0, "entropy": 0.01}
+    rows = [row | worse if row["iteration"] > 20 else row for row in rows]
+    assert names(rows) == ["degenerate"]
+
+
+AGENT = {"env": {"id": "CartPole-v1"}, "critic": {"kind": "separate"}, "ppo": {"epochs": 4, "minibatches": 4}}
+
+
+def agent(iterations=20, rise=1.2, **changes):
+    """Rows of an agent, as of CartPole with the default settings: the critic begins at 0, and no ratio is clipped."""
+    return [
+        {
+            "iteration": i + 1,
+            "train/average_return": 20.0 + rise * i,
+            "train/std_return": 9.0,
+            "train/average_length": 20.0 + rise * i,
+            "explained_variance": -0.01,
+            "value_mean": 0.1 * i,
+            "value_loss": 50.0,
+            "clip_fraction": 0.0,
+            "approx_kl_k3": 2e-4,
+            "grad_norm": 20.0,
+        }
+        | changes
+        for i in range(iterations)
+    ]
+
+
+def test_an_agent_that_learns_is_not_accused():
+    for iterations in range(1, 21):
+        assert names(agent(iterations), AGENT, ended=iterations == 20) == []
+    shared = AGENT | {"critic": {"kind": "shared", "coef": 1.0}}
+    assert names(agent(), shared) == []
+
+
+def test_agents_are_advised_keys_that_they_have():
+    known, foreign = set(flat(asdict(ControlConfig()))), set(flat(asdict(PPOConfig())))
+    rows = [*agent(rise=0.0), *agent(rise=0.0, explained_variance=-0.5, approx_kl_k3=1e-7)]
+    for name in ("explained_variance", "value_loss", "clip_low", "flat_reward", "discounted", "no_step"):
+        changed = [row | {"iteration": i} for i, row in enumerate(rows)] if name == "flat_reward" else rows
+        config = AGENT | {"advantage": {"gamma": 0.5}} if name == "discounted" else AGENT
+        for finding in diagnose(changed, config):
+            for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", finding.advice):
+                assert key in known or key not in foreign, f"{finding.name} advises {key}"
+    (found,) = diagnose(agent(rise=0.0, explained_variance=-0.5, approx_kl_k3=2e-4), AGENT, ended=False)
+    assert found.name == "explained_variance"
+    assert "env.number" in found.advice
+    assert "pretrain" not in found.advice
+
+
+def test_large_rewards_are_named_in_the_first_iteration():
+    config = SETTINGS["large_rewards"]
+    first = sick("large_rewards")[:1]
+    (found,) = diagnose(first, config, ended=False)
+    assert (found.name, found.cures[0]) == ("large_rewards", "set score.normalize: running")
+    assert names(first, config | {"critic": {"kind": "separate", "coef": 0.5}}, ended=False) == []
+    assert names([first[0] | {"grad_norm": 3.0}], config, ended=False) == [], "the gradient is not drowned"
+    assert names([first[0] | {"value_mean": 90.0}], config, ended=False) == []
+
+
+def test_the_first_cure_of_a_lagging_critic_depends_on_how_far_it_is():
+    near, far = sick("critic_lags"), [row | {"reward": 97.0} for row in sick("critic_lags")]
+    assert diagnose(near, CONFIG)[0].cures[0] == "raise critic.lr"
+    assert diagnose(far, CONFIG)[0].cures[0] == "set score.normalize: running"
+
+
+def test_a_flat_reward_is_the_price_of_the_kl_only_if_that_is_large():
+    cheap = [row | {"kl_coef": 0.05} for row in sick("flat_reward")]
+    dear = [row | {"kl_coef": 0.5} for row in sick("flat_reward")]
+    assert diagnose(cheap, CONFIG)[0].cures[:2] == ("raise optim.lr", "lower kl.coef")
+    assert diagnose(dear, CONFIG)[0].cures[:2] == ("lower kl.coef", "raise optim.lr")
+
+
+def test_gamma_is_named_where_it_leaves_nothing_of_the_reward():
+    config, rows = SETTINGS["discounted"], sick("discounted")
+    assert names(rows, config) == ["discounted"]
+    for advantage in ({"gamma": 0.99}, {"gamma": 1.0}, {"gamma": 0.5, "unit": "turn"}):
+        assert "discounted" not in names(rows, CONFIG | {"advantage": {"estimator": "gae"} | advantage})
+    assert "discounted" not in names(healthy(), config), "it learns nevertheless"
+
+
+# Completions that end too late, too early, or say nothing.
+
+
+def test_completions_that_a_stop_string_never_ends_are_named():
+    rows = [row | {"truncated": 1.0, "stopped": 0.0} for row in healthy()]
+    config = CONFIG | {"rollout": {"stop_at_eos": False, "stop": ["###"]}}
+    (found,) = diagnose(rows, config)
+    assert (found.name, found.cures[0]) == ("stop_unused", "set rollout.stop_at_eos: true")
+    assert names(rows[:5], config, ended=False) == ["stop_unused"]
+    assert names(rows[:4], config, ended=False) == ["truncated"]
+    assert names([row | {"stopped": 0.1} for row in rows], config) == ["truncated"]
+
+
+def completion(text, ids, reward, **more):
+    return {"iteration": 40, "completion": text, "token_ids": ids, "reward": reward} | more
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "reward", "named"),
+    [
+        ("", [2], 0.97, True),
+        (" \n", [5, 2], 0.97, True),
+        ("", [2], 0.5, False),
+        ("good good good good", [7, 7, 7, 7, 7, 7, 7, 8], 0.97, True),
+        ("so good", [7, 7, 8], 0.97, False),
+        ("a good movie that was good", [1, 2, 3, 4, 5, 6, 2, 7], 0.97, False),
+    ],
+)
+def test_a_high_score_of_a_text_that_says_nothing_is_named_with_the_text(text, ids, reward, named):
+    samples = [completion("a fine movie", [1, 2, 3], 0.6), completion(text, ids, reward)]
+    found = diagnose(healthy(), CONFIG, samples=samples)
+    assert [finding.name for finding in found] == ["hollow_score"] * named
+    assert not named or f"{text.strip()!r} has the reward 0.97" in found[0].evidence
+
+
+def test_plain_prompts_that_are_answered_with_nothing_are_named_at_once():
+    rows = [row | {"length": 1.5} for row in healthy(1)]
+    (found,) = diagnose(rows, CONFIG, ended=False)
+    assert found.name == "ends_at_once"
+    assert "conversations" in found.cures[0]
+    answers = [completion("yes", [1, 2], 0.5, message="Is it so?")]
+    assert names(rows, CONFIG, ended=False, samples=answers) == [], "a conversation may have a short answer"
+    assert names([row | {"length": 3.0} for row in rows], CONFIG, ended=False) == []

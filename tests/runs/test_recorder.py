@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -268,6 +269,15 @@ def test_batches_of_bad_steps_are_kept_and_counted(tmp_path, monkeypatch):
     assert about == {"iteration": 3, "reason": "the loss is nan", "text": "a"}
     with pytest.raises(TooManyBadSteps, match=rf"the loss is nan, in {BAD_STEPS_KEPT + 3} steps in a row"):
         made.bad_step(3, "the loss is nan", {"x": torch.ones(2)})
+
+
+def test_numbers_of_the_model_that_are_not_finite_advise_a_lower_rate(tmp_path):
+    _, made = begun(tmp_path / "run")
+    skip = partial(made.bad_step, 1, "gradient is not finite", {"x": torch.ones(2)}, diverged=True)
+    skip()
+    skip()
+    with pytest.raises(TooManyBadSteps, match=r"in 3 steps in a row; lower optim\.lr, which is 0\.0001; see "):
+        skip()
 
 
 @pytest.mark.parametrize(

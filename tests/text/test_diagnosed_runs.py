@@ -103,7 +103,7 @@ LOOSE = KLConfig(coef=1e-6)
 DISEASES = {
     "mismatch": {"iterations": 2, "callbacks": [Scaled("update", 1.05)]},
     "negative_kl": {"iterations": 2, "callbacks": [Misreported()], **STILL},
-    "not_moved, clip_low, flat_reward": {"iterations": 20, **STILL},
+    "not_moved": {"iterations": 20, **STILL},
     "degenerate": {
         "iterations": 16,
         "rollout": RolloutConfig(batch_size=16, max_new_tokens=16),

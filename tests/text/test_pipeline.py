@@ -14,8 +14,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from helpers.configs import quiet
+from helpers.configs import quiet, text_config
 from helpers.models import loud
+from tokencredit.report.reading import read_run
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
@@ -197,3 +198,14 @@ def test_a_prefill_and_what_was_sampled_are_one_turn_of_the_assistant(folders, t
     assert seen["ids"] == [blue] * 2, "rewards of single tokens are those of the sampled ones"
     assert scored.completions == [" blue"] * 2
     assert scored.texts() == ["[user] Look up.[assistant] The sky is blue"] * 2, "what was read, and what was written"
+
+
+@pytest.mark.slow
+def test_the_share_of_completions_with_a_stop_string_is_measured(tmp_path):
+    for stop in ("e", "</s>", "###"):
+        rollout = RolloutConfig(batch_size=8, max_new_tokens=8, stop=[stop])
+        run = quiet(tmp_path / str(len(stop)) / stop.strip("</>"), samples=8)
+        PPOTrainer(args=text_config(run.dir, rollout=rollout, run=run)).train()
+        found = read_run(run.dir)
+        having = sum(stop in "".join(sample["tokens"]) for sample in found.samples)
+        assert found.metrics[0]["stopped"] == having / 8

@@ -12,6 +12,7 @@ import tokencredit as tc
 from helpers.configs import text_config
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import RewardTerm
+from tokencredit.text.models.run_models import load_start
 from tokencredit.text.ppo_setup import check_batch_size, source
 from tokencredit.text.rewards.texts import last_message
 
@@ -242,3 +243,12 @@ def test_a_conversation_is_recorded_and_shown_by_its_last_user_message(tmp_path,
     assert tc.read_run(tmp_path / "run").samples[0]["message"] == QUESTIONS[0]
     assert f"tokencredit generate {tmp_path / 'run'}" in out
     assert "tokencredit audit" not in out, "which would not find the rows from Python"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("template", "said"), [(None, False), ("{{ messages[0]['content'] }}", True)])
+def test_plain_prompts_say_that_a_chat_template_is_not_used(template, said, tmp_path):
+    model, tokenizer = load_start(tc.ModelConfig())
+    tokenizer.chat_template = template
+    trainer = tc.PPOTrainer(model=model, processing_class=tokenizer, args=text_config(tmp_path / "run"))
+    assert any("chat template is not used" in note for note in trainer.notes) == said

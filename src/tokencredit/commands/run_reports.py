@@ -198,8 +198,10 @@ def doctor(options: Options) -> None:
     from tokencredit.runs.console import Screen
     from tokencredit.runs.diagnosis import diagnose, no_finding
 
-    run = read_run(Path(options.run), samples=False)
-    screen, findings = Screen(len(run.metrics)), diagnose(run.metrics[run.since :], run.config, ended=bool(run.summary))
+    run = read_run(Path(options.run))
+    screen = Screen(len(run.metrics))
+    metrics = run.metrics[run.since :]
+    findings = diagnose(metrics, run.config, ended=bool(run.summary), samples=run.samples)
     screen.findings(findings)
     if not findings:
         screen.say(no_finding(run.config, len(run.metrics)))

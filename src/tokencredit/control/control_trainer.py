@@ -172,7 +172,7 @@ class ControlTrainer:
             if error is None:
                 self.record.bad_in_a_row = 0
             else:
-                self.record.bad_step(number, str(error), minibatch.tensors())
+                self.record.bad_step(number, str(error), minibatch.tensors(), diverged=True)
 
         return self.learner.update(experience, frozen=frozen, on_step=on_step)
 

@@ -78,7 +78,7 @@ def render(run: Run) -> str:
         "page.html",
         name=visible(run.path.resolve().name),
         story=story(run),
-        findings=diagnose(run.metrics[run.since :], run.config, ended=bool(run.summary)),
+        findings=diagnose(run.metrics[run.since :], run.config, ended=bool(run.summary), samples=run.samples),
         no_finding=no_finding(run.config, len(run.metrics)),
         unchecked=run_kind_of(run.config) in OFFLINE,
         trust=audit_view.trust(run),

@@ -48,6 +48,7 @@ CONFIG: dict[str, Form] = {
     "ppo.clip_high": Leaf(lambda value: is_number(value) and value > 0, "a number above 0"),
     "ppo.epochs": NUMBER,
     "ppo.minibatches": NUMBER,
+    "rollout.max_new_tokens": NUMBER,
     "optim.warmup": NUMBER,
     "optim.max_grad_norm": NUMBER,
 }

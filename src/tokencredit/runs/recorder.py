@@ -198,7 +198,8 @@ class RunRecord:
     def _diagnose(self, *, ended: bool) -> list[Finding]:
         """Findings on the run so far, with the values chosen for `auto` settings."""
         rows = self.history[self.history.since :] if self.history.since else self.history
-        return diagnose(rows, apply_choices(self.config, self.choices or {}), ended=ended)
+        config = apply_choices(self.config, self.choices or {})
+        return diagnose(rows, config, ended=ended, samples=self.last_samples)
 
     def _start(self, events: Sequence[str]) -> None:
         """Begin to log, with the events before, and these."""
@@ -316,13 +317,16 @@ class RunRecord:
                 if old != self.best_iteration:
                     shutil.rmtree(target.parent / f"{old:06d}")
 
-    def bad_step(self, number: int, reason: str, tensors: Mapping[str, Tensor], **about: Any) -> None:
+    def bad_step(
+        self, number: int, reason: str, tensors: Mapping[str, Tensor], *, diverged: bool = False, **about: Any
+    ) -> None:
         """Keep the batch of a skipped step, and count it.
 
         Args:
             number: the iteration; 0 before the first.
             reason: the non-finite quantity.
             tensors: the batch.
+            diverged: it is computed by the trained model, from a finite reward.
             about: further information for the user.
 
         Raises:
@@ -333,7 +337,8 @@ class RunRecord:
         place = f"iteration {number}" if number else "pretraining"
         self.event(f"{place}: {reason}; the step was skipped, its batch is in {folder}")
         if self.bad_in_a_row >= MAX_BAD_STEPS:
-            raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row; see {folder}")
+            cure = f"; lower optim.lr, which is {self.config['optim']['lr']:g}" if diverged else ""
+            raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row{cure}; see {folder}")
 
     def _keep_batch(self, number: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
         """Write the batch of a skipped step into a new folder, and remove this process's oldest; returns the folder."""

@@ -69,6 +69,8 @@ class Batch:
     """True if some term gave one number for a whole completion."""
     filtered: bool = False
     """True if filters such as top_p truncated the sampling distribution."""
+    stopped: Tensor | None = None
+    """`[batch]`, true for completions that contain a stop string; None without stop strings, and for episodes."""
 
     # Filled by `Credit.give`.
     rewards: Tensor = EMPTY
@@ -143,6 +145,8 @@ class Batch:
         if rollout.age is not None:
             oldest = float(processes.max(rollout.age.max()))
             metrics |= {"age_mean": float(processes.sum(rollout.age.sum())) / tokens, "age_max": oldest}
+        if self.stopped is not None:
+            metrics["stopped"] = float(processes.sum(self.stopped.sum())) / rows
         if self.masks:
             metrics["masked"] = 1 - in_loss / tokens
         if rollout.behavior_logprobs is not None:

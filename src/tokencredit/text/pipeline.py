@@ -53,9 +53,10 @@ MEMORY_ADVICE = {
 class UnusableBatch(Exception):
     """A batch with a non-finite log-prob, value, KL or reward."""
 
-    def __init__(self, reason: str, rollout: Rollout, texts: list[str]):
+    def __init__(self, reason: str, rollout: Rollout, texts: list[str], *, diverged: bool = False):
+        """`diverged` is true if the model's own numbers are not finite, false for a reward."""
         super().__init__(reason)
-        self.rollout, self.texts = rollout, texts
+        self.rollout, self.texts, self.diverged = rollout, texts, diverged
 
 
 class Source(Protocol):
@@ -210,7 +211,7 @@ class Pipeline:
         numbers = [x for x in possible if x is not None]
         if not self.processes.all(bool(torch.stack([x.isfinite().all() for x in numbers]).all())):
             reason = "a log-probability, value or KL of a completion is not finite"
-            raise UnusableBatch(reason, rollout, batch.texts())
+            raise UnusableBatch(reason, rollout, batch.texts(), diverged=True)
         # The user's reward comes last: it may read the reference log-probs.
         with stage("reward") as results:
             scores = results["scores"] = self._scores(batch, reference)
@@ -223,7 +224,15 @@ class Pipeline:
             terms=scores.terms,
             of_texts=scores.of_texts,
             filtered=bool(settings.filters()),
+            stopped=self._stopped(batch, settings.stop),
         )
+
+    def _stopped(self, batch: Batch, stops: Sequence[str]) -> Tensor | None:
+        """True for each completion that contains a stop string, which may be a special token; None if there is none."""
+        if not stops or batch.episodes is not None:
+            return None
+        texts = batch.rollout.texts(self.tokenizer, skip_special_tokens=False)
+        return torch.tensor([any(stop in text for stop in stops) for text in texts], device=self.precision.device)
 
     def start_rewards(self, batch: Batch) -> Batch:
         """Start the calls of reward terms that run in threads of their own and need no reference model."""
@@ -330,7 +339,7 @@ def count_step(
         return
     text = None if error.row is None else text_of_row(scored, error.row, record.processes)
     reason = str(error) if text is None else f"{error.term} of the text {text!r} is not finite"
-    record.bad_step(number, reason, minibatch.tensors(), text=text)
+    record.bad_step(number, reason, minibatch.tensors(), diverged=True, text=text)
 
 
 def text_of_row(scored: Batch, row: int, processes: Processes) -> str:

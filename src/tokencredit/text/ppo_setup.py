@@ -221,6 +221,15 @@ def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterato
         yield f"{reduction}: longer completions weigh more than in GSPO's paper, which has ppo.reduction: sequence"
 
 
+def unused_template(prompts: Prompts | Tasks, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """A line for plain prompts of a model that has a chat template."""
+    if isinstance(prompts, Prompts) and not prompts.conversational and tokenizer.chat_template:
+        yield (
+            "prompts are plain texts, so the model's chat template is not used; for a chat model give conversations, "
+            "[{role: user, content: …}]"
+        )
+
+
 def load_terms(
     args: PPOConfig, reward_funcs: Any, device: torch.device, environments: Environments | None = None
 ) -> list[Term]:

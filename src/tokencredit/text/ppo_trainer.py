@@ -138,7 +138,8 @@ class PPOTrainer:
         self.sharded = is_sharded(self.policy.lm)
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
         remarks = setup.remarks(args, self.prompts, sharded=self.sharded)
-        self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks]
+        template = setup.unused_template(self.prompts, self.tokenizer)
+        self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks, *template]
         setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
@@ -232,7 +233,7 @@ class PPOTrainer:
                     metrics |= sampled
             except UnusableBatch as bad:
                 # Nothing is learned from a batch with numbers that are not finite; too many of them end the run.
-                self.record.bad_step(number, str(bad), bad.rollout.inputs(), texts=bad.texts)
+                self.record.bad_step(number, str(bad), bad.rollout.inputs(), diverged=bad.diverged, texts=bad.texts)
                 self.before = None  # the batch is counted
                 metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
             else:

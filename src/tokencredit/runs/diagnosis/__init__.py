@@ -10,30 +10,64 @@ from tokencredit.runs.diagnosis.critic_checks import CRITIC_CHECKS
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
 from tokencredit.runs.diagnosis.policy_checks import POLICY_CHECKS
 from tokencredit.runs.diagnosis.reward_checks import REWARD_CHECKS
+from tokencredit.runs.diagnosis.text_checks import TEXT_CHECKS
 from tokencredit.settings.run_kind import OFFLINE, run_kind_of
 
 __all__ = ["CHECKS", "Finding", "diagnose", "no_finding"]
 
-CHECKS = (*CRITIC_CHECKS, *POLICY_CHECKS, *REWARD_CHECKS)
+CHECKS = (*CRITIC_CHECKS, *POLICY_CHECKS, *REWARD_CHECKS, *TEXT_CHECKS)
 """All checks with the weights of their findings."""
+CRITIC = ("explained_variance", "critic_lags", "value_loss")
+STILL = ("clip_low", "flat_reward")
+EXPLAINS: dict[str, Sequence[str]] = {
+    "environment_fails": ("constant_term", "rare_reward", *STILL),
+    "ends_at_once": ("hollow_score", "constant_term", "rare_reward", "truncated", *CRITIC, *STILL),
+    "entropy_explodes": ("degenerate", "kl_runaway", "grows_long", "truncated", *CRITIC, *STILL),
+    "clip_high": ("entropy_collapse", "kl_runaway", "grows_long", "truncated", "constant_term", *CRITIC, *STILL),
+    "degenerate": ("kl_runaway", "entropy_collapse", "grows_long", "truncated", "stop_unused", *CRITIC),
+    "constant_term": ("rare_reward", "equal_groups", "not_moved", *CRITIC, *STILL),
+    "large_rewards": ("always_clipped", *CRITIC, *STILL),
+    "kl_runaway": ("truncated", "stop_unused", *CRITIC, *STILL),
+    "entropy_collapse": ("rare_reward", "equal_groups", "truncated", "stop_unused", *CRITIC, *STILL),
+    "discounted": ("kl_runaway", "clip_high", *CRITIC, *STILL),
+    "grows_long": ("truncated", *CRITIC),
+    "rare_reward": (*CRITIC, *STILL),
+    "equal_groups": STILL,
+    "not_moved": STILL,
+    "always_clipped": STILL,
+    "still_warming": STILL,
+    "clip_low": ("flat_reward",),
+    "critic_lags": ("explained_variance", "flat_reward"),
+    "stop_unused": ("truncated",),
+}
+"""Findings that follow from another one, by the name of that: only the cause is shown."""
 
 
-def diagnose(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, ended: bool = True) -> list[Finding]:
+def diagnose(
+    metrics: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any],
+    *,
+    ended: bool = True,
+    samples: Sequence[Mapping[str, Any]] = (),
+) -> list[Finding]:
     """Findings on a run, most important first; none on a run that learns from a data set, which has no checks.
 
     Args:
         metrics: one mapping per iteration, as in metrics.jsonl.
         config: the run's configuration in plain dicts.
         ended: true for a whole run; some checks need its end.
+        samples: completions as in samples.jsonl, of which the last iteration's are read.
     """
-    evidence = Evidence(metrics, config, ended)
+    evidence = Evidence(metrics, config, ended, samples)
     if not len(evidence) or evidence.run_kind in OFFLINE:
         return []
     findings = []
     for weight, check in CHECKS:
-        if finding := check(evidence):
-            findings.append(replace(finding, name=check.__name__, weight=weight))
-    return sorted(findings, key=lambda finding: -finding.weight)
+        if (finding := check(evidence)) and (cures := evidence.possible(finding.cures)):
+            findings.append(replace(finding, name=check.__name__, weight=weight, cures=cures))
+    explained = {name for finding in findings for name in EXPLAINS.get(finding.name, ())}
+    causes = [finding for finding in findings if finding.name not in explained]
+    return sorted(causes, key=lambda finding: -finding.weight)
 
 
 def no_finding(config: Mapping[str, Any], iterations: int) -> str:

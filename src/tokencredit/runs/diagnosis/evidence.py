@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any
 
 from tokencredit.runs.folder import setting_of
 from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import WINDOW, History, finite, mean
-from tokencredit.settings.run_kind import run_kind_of
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import settings_of
+from tokencredit.settings.run_kind import CONTROL, RunKind, run_kind_of
+from tokencredit.settings.text import PPOConfig
 
 SETTLED = 10
 """Iterations before which a run is too short to judge."""
+LEARNS = 0.5
+"""Rise of the reward, in standard deviations of a single completion, above which a run learns."""
+LARGE_UPDATE = 0.3
+"""`approx_kl_k3`, in nats per token, of an update that is too large. Measured: 0.1 with ten times the default rate."""
 AUDITS = 2
 """Number of last audits that a check looks at; all must agree, so that one interval by chance gives no finding."""
 
@@ -27,24 +36,50 @@ class Finding:
     evidence: str
     """Metrics, with iterations."""
     meaning: str
-    advice: str
+    cures: tuple[str, ...]
+    """Changes to try, the likeliest to help first; those of settings that this kind of run lacks are left out."""
     name: str = ""
     """That of its check, a function."""
     weight: int = 0
     """Importance; above 80, the run's other numbers cannot be trusted."""
+
+    @property
+    def advice(self) -> str:
+        """The cures as one phrase."""
+        *others, last = self.cures
+        return f"{', '.join(others)}{',' * (len(others) > 1)} or {last}" if others else last
 
     def line(self) -> str:
         """The finding in one line, for a run in progress."""
         return f"{self.title} ({self.evidence}); {self.advice}"
 
 
-class Evidence:
-    """Metrics of the iterations so far, by column."""
+@cache
+def _foreign_keys(run_kind: RunKind) -> frozenset[str]:
+    """Settings of texts or agents that this kind of run lacks."""
+    of_texts, of_agents = frozenset(settings_of(PPOConfig)), frozenset(settings_of(ControlConfig))
+    return of_texts - of_agents if run_kind is CONTROL else of_agents - of_texts
 
-    def __init__(self, metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any], ended: bool):
+
+class Evidence:
+    """Metrics of the iterations so far, by column, and completions of the newest that has some."""
+
+    def __init__(
+        self,
+        metrics: Sequence[Mapping[str, Any]],
+        config: Mapping[str, Any],
+        ended: bool,
+        samples: Sequence[Mapping[str, Any]] = (),
+    ):
         self.metrics, self.config, self.ended = metrics, config, ended
         self.run_kind = run_kind_of(config)
         self.reward = self.run_kind.headline
+        self.samples = [sample for sample in samples if sample["iteration"] == samples[-1]["iteration"]]
+
+    def possible(self, cures: Sequence[str]) -> tuple[str, ...]:
+        """The cures whose settings this kind of run has."""
+        foreign = _foreign_keys(self.run_kind)
+        return tuple(cure for cure in cures if foreign.isdisjoint(re.findall(r"\w+(?:\.\w+)+", cure)))
 
     def __len__(self) -> int:
         return len(self.metrics)
@@ -115,6 +150,14 @@ class Evidence:
         deviation = self.first(self.run_kind.deviation)
         rise = self.last(self.reward) - self.first(self.reward)
         return rise / deviation if deviation > 0 else math.nan
+
+    def learns(self, gain: float = LEARNS) -> bool:
+        """True if the reward has risen by so many standard deviations: what is odd does no harm."""
+        return self.gain() >= gain
+
+    def updates_are_large(self) -> bool:
+        """True if the first updates, or the last, take the policy far from the samples."""
+        return max(self.first("approx_kl_k3"), self.last("approx_kl_k3")) > LARGE_UPDATE
 
 
 Check = Callable[[Evidence], Finding | None]

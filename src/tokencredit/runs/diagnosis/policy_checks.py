@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
+from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import WINDOW
 
 RATIO_ROUNDING, RATIO_ROUNDING_IN_BFLOAT16 = 1e-3, 0.2
@@ -22,6 +23,14 @@ ROUNDING_IN_BFLOAT16 = 5e-3
 STALE_KL = 0.1
 """`behavior_kl` above which samples of earlier updates are too old. Measured without correction (findings.md, 12):
 at most 0.08 where the reward is up to 0.05 behind that of fresh samples, at least 0.18 where it is 0.26 behind."""
+KL_IN_VAIN = 0.25
+"""KL to the reference, in nats per token, that is too much for a reward that hardly rises. Measured: 0.2 where it rose
+by 1.5 standard deviations."""
+SMALL_UPDATE = 1e-5
+"""Mean `approx_kl_k3` of updates that hardly change a policy. Measured: 1e-6 with a tenth of a good rate on CartPole,
+3e-5 to 2e-4 with it, although no ratio is clipped."""
+DISCOUNTED_AWAY = 0.1
+"""Share of a reward at the end that reaches the first step, below which γ may be why nothing is learned."""
 KEPT = 0.98
 """Share of the policy's probability that filters leave, below which they are a finding."""
 
@@ -69,8 +78,10 @@ def mismatch(run: Evidence) -> Finding | None:
         f"{run.where('first_ratio_error')}; rounding explains {limit:g}",
         "In the first minibatch of an update the policy is the one that sampled, so each ratio must be 1 up to "
         "rounding. Where it is not, gradients do not follow the reward.",
-        "switch dropout off (model.dropout, model.lora.dropout), and look for code that changes the model between "
-        "rollout and update",
+        (
+            "switch dropout off (model.dropout, model.lora.dropout)",
+            "look for code that changes the model between rollout and update",
+        ),
     )
 
 
@@ -88,8 +99,11 @@ def engine_mismatch(run: Evidence) -> Finding | None:
         f"rounding explains {kl:g} and {distance:g}",
         "The log-probs with which tokens were drawn differ from those of a full forward pass of the trained model, as "
         "with old weights, another dtype, or filters and a temperature of the engine's own.",
-        "look for sampling defaults of the engine (generation_config.json), take the same dtype in both"
-        + ("" if _corrected(run) else ", or set off_policy.correct: clip if both compute what they should"),
+        (
+            "look for sampling defaults of the engine (generation_config.json)",
+            "take the same dtype in both",
+            *([] if _corrected(run) else ["set off_policy.correct: clip if both compute what they should"]),
+        ),
     )
 
 
@@ -102,7 +116,7 @@ def stale_samples(run: Evidence) -> Finding | None:
         f"{run.where('behavior_kl')} nats per token; {run.where('age_mean')} updates",
         "Between the drawing of a token and its use the policy has changed so much that its samples say little about "
         "the present one.",
-        "lower rollout.max_age, optim.lr or ppo.epochs; corrections did not help where this was measured",
+        ("lower rollout.max_age, optim.lr or ppo.epochs; corrections did not help where this was measured",),
     )
 
 
@@ -115,8 +129,10 @@ def negative_kl(run: Evidence) -> Finding | None:
         run.where("kl"),
         "A KL divergence cannot be negative. Tokens were not drawn from the distribution whose log-probabilities were "
         "recorded, as when sampling and training disagree.",
-        "look for code that changes the model or the log-probabilities between rollout and update, or take "
-        "kl.estimator: full",
+        (
+            "look for code that changes the model or the log-probabilities between rollout and update",
+            "take kl.estimator: full",
+        ),
     )
 
 
@@ -128,7 +144,7 @@ def no_step(run: Evidence) -> Finding | None:
             "no optimizer step was taken",
             f"steps 0 in {len(steps)} iterations, {run.where('approx_kl_k3')}",
             "Each update ended before its first step, since the KL was above ppo.target_kl there already.",
-            "leave out ppo.target_kl, or raise it above the KL that rounding explains",
+            ("leave out ppo.target_kl", "raise it above the KL that rounding explains"),
         )
     if not sum(skipped) or run.values("loss", slice(None)):
         return None
@@ -136,7 +152,10 @@ def no_step(run: Evidence) -> Finding | None:
         "no optimizer step was taken",
         f"bad_steps {sum(skipped):.0f} in {len(run)} iterations, no step with a finite loss",
         "A reward, loss or gradient was not finite each time, so the weights are those of the start.",
-        "read the reasons in the run's bad_steps/*/about.json; check the reward on those texts, or lower optim.lr",
+        (
+            "read the reasons in the run's bad_steps/*/about.json, and check the reward on those texts",
+            "lower optim.lr if losses or gradients are not finite",
+        ),
     )
 
 
@@ -152,7 +171,7 @@ def not_moved(run: Evidence) -> Finding | None:
         "the policy has not moved",
         run.where(name),
         "Its KL to the reference is 0 up to rounding: no parameter is trained, or the gradient is 0.",
-        "raise optim.lr, and check whether the metrics steps and grad_norm are 0 and which parameters are frozen",
+        ("raise optim.lr", "check whether the metrics steps and grad_norm are 0 and which parameters are frozen"),
     )
 
 
@@ -164,22 +183,25 @@ def all_masked(run: Evidence) -> Finding | None:
         "no completion is left in the loss",
         run.where("masked"),
         "All were truncated, and ppo.mask_truncated masks those out: no step is taken.",
-        "raise rollout.max_new_tokens, or leave out ppo.mask_truncated",
+        ("raise rollout.max_new_tokens", "leave out ppo.mask_truncated"),
     )
 
 
 def kl_runaway(run: Evidence) -> Finding | None:
-    """The policy is far from the reference and moving away."""
+    """The policy is far from the reference and moving away, or moves away from it without any gain."""
     if len(run) < SETTLED or not run.last("length") > 0:
         return None
     per_token, half = run.last("kl") / run.last("length"), len(run) // 2
-    if not (per_token > 1.0 and run.last("kl") > 1.5 * run.mean("kl", slice(half - WINDOW, half))):
+    grows = per_token > 1.0 and run.last("kl") > 1.5 * run.mean("kl", slice(half - WINDOW, half))
+    if not (grows or (per_token > KL_IN_VAIN and not run.learns())):
         return None
     return Finding(
         "the KL to the reference runs away",
-        f"{run.where('kl')}, {per_token:.2f} nats per token",
-        "The policy no longer writes like the model it came from, and reward models are unreliable on such texts.",
-        "raise kl.coef, set kl.target, lower optim.lr, or stop earlier (stop.kl)",
+        f"{run.where('kl')}, {per_token:.2f} nats per token; {run.where('reward')}",
+        "The policy no longer writes like the model it came from, and reward models are unreliable on such texts."
+        if run.learns()
+        else "The policy moves away from the model it came from, and the reward hardly rises: it follows noise.",
+        ("raise kl.coef", "set kl.target", "lower optim.lr", "stop earlier (stop.kl)"),
     )
 
 
@@ -192,19 +214,34 @@ def entropy_collapse(run: Evidence) -> Finding | None:
         "the entropy has collapsed",
         run.where("entropy"),
         "The policy writes nearly the same text each time, so it no longer explores.",
-        "raise ppo.entropy_coef or kl.coef, or lower optim.lr",
+        ("lower optim.lr", "raise kl.coef", "raise ppo.entropy_coef"),
+    )
+
+
+def entropy_explodes(run: Evidence) -> Finding | None:
+    """Tokens have become far more random than at the start."""
+    first, last = run.first("entropy"), run.last("entropy")
+    if len(run) < SETTLED or not last > max(2 * first, first + 1):
+        return None
+    bonus = run.setting("ppo.entropy_coef")
+    return Finding(
+        "the entropy explodes",
+        run.where("entropy"),
+        "The policy draws ever more tokens at random, so that its texts lose their sense.",
+        (*["lower ppo.entropy_coef, or leave it out"] * bool(bonus), "lower optim.lr", "raise kl.coef"),
     )
 
 
 def clip_high(run: Evidence) -> Finding | None:
-    """Most tokens leave the clip range."""
-    if len(run) < WINDOW or not _clips_tokens(run) or not run.last("clip_fraction") > 0.4:
+    """Updates take the policy far from the samples: most tokens leave the clip range, or the KL is large."""
+    clipped = _clips_tokens(run) and run.last("clip_fraction") > 0.4
+    if len(run) < WINDOW or not (clipped or (run.updates_are_large() and not run.learns())):
         return None
     return Finding(
-        "most of an update is clipped",
-        run.where("clip_fraction"),
+        "most of an update is clipped" if clipped else "updates take the policy too far",
+        f"{run.where('clip_fraction')}; {run.where('approx_kl_k3')}",
         "Within a few steps the policy leaves the range in which the surrogate objective is valid.",
-        "lower optim.lr, ppo.epochs or ppo.minibatches, or set ppo.target_kl",
+        ("lower optim.lr", "lower ppo.epochs or ppo.minibatches", "set ppo.target_kl"),
     )
 
 
@@ -212,13 +249,14 @@ def clip_low(run: Evidence) -> Finding | None:
     """No ratio reaches the clip range."""
     if not run.ended or len(run) < SETTLED or _single_step(run) or not _clips_tokens(run):
         return None
-    if not run.mean("clip_fraction", slice(None)) < 1e-4:
+    kl = run.mean("approx_kl_k3", slice(None))
+    if not run.mean("clip_fraction", slice(None)) < 1e-4 or kl > SMALL_UPDATE or run.learns(1.0):
         return None
     return Finding(
         "updates hardly change the policy",
-        run.where("clip_fraction"),
+        f"{run.where('clip_fraction')}; {run.where('approx_kl_k3')}",
         "No ratio reaches the clip range: the steps are much smaller than PPO allows.",
-        "raise optim.lr or ppo.epochs",
+        ("raise optim.lr", "raise ppo.epochs"),
     )
 
 
@@ -235,7 +273,26 @@ def always_clipped(run: Evidence) -> Finding | None:
         f"{run.where('grad_norm')}, at least {min(norms) / limit:,.0f} times optim.max_grad_norm, {limit:g}; "
         f"{run.where('clip_fraction')}",
         "AdamW does not mind a scaled gradient until its elements fall below ε (optim.eps); then its steps shrink.",
-        "raise optim.max_grad_norm, or set it to null",
+        ("raise optim.max_grad_norm", "set it to null"),
+    )
+
+
+def discounted(run: Evidence) -> Finding | None:
+    """γ leaves almost nothing of a late reward at the first steps, and the reward has not risen.
+
+    A γ of 0.95 or more is usual for agents with long episodes.
+    """
+    gamma, length = run.setting("advantage.gamma"), run.last(run.run_kind.length)
+    if len(run) < SETTLED or not is_number(gamma) or run.setting("advantage.unit") == "turn" or run.learns(0.2):
+        return None
+    if not (0 <= gamma < 0.95 and gamma**length < DISCOUNTED_AWAY):
+        return None
+    return Finding(
+        "γ discounts the reward away",
+        f"advantage.gamma {gamma:g}; {run.where(run.run_kind.length)}; {run.where(run.reward)}",
+        f"Of a reward at the end, a share of {gamma:g}^{length:.0f} = {gamma**length:.1g} reaches the first step, so "
+        "early steps learn nothing from it.",
+        ("leave out advantage.gamma (1 for texts, 0.99 for agents)",),
     )
 
 
@@ -250,7 +307,7 @@ def truncated_support(run: Evidence) -> Finding | None:
         f"{run.where('behavior_ratio')}: tokens that {' and '.join(filters)} left had {left:.1%} of the probability",
         "Tokens are drawn from a narrower distribution than the one in the loss, so that its gradient is scaled up at "
         "the states where much is left out. Tokens that are left out are never tried.",
-        "set off_policy.correct: clip, or use fewer filters",
+        ("set off_policy.correct: clip", "use fewer filters"),
     )
 
 
@@ -263,7 +320,7 @@ def still_warming(run: Evidence) -> Finding | None:
         "the learning rate was still warming up at the end",
         f"optim.warmup {warmup}, iterations {len(run)}",
         "The run never reached its learning rate.",
-        "shorten optim.warmup, or run longer",
+        ("shorten optim.warmup", "run longer"),
     )
 
 
@@ -276,7 +333,9 @@ POLICY_CHECKS: tuple[tuple[int, Check], ...] = (
     (95, not_moved),
     (95, all_masked),
     (75, kl_runaway),
+    (87, entropy_explodes),
     (70, entropy_collapse),
+    (68, discounted),
     (55, clip_high),
     (30, clip_low),
     (65, always_clipped),

@@ -1,8 +1,9 @@
-"""Checks of the reward, the texts, and episodes of several turns."""
+"""Checks of the reward, and of episodes of several turns."""
 
 from __future__ import annotations
 
 from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
+from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import WINDOW
 
 REPEATED = 2
@@ -16,7 +17,9 @@ ALWAYS = 0.9
 def constant_term(run: Evidence) -> Finding | None:
     """A reward term is constant."""
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
-    flat = [name for name in names if len(run) >= REPEATED and run.last(name) < 1e-8]
+    # A term that varied at first, in a run that learns, is solved.
+    solved = {name for name in names if run.learns() and run.first(name) > 0}
+    flat = [name for name in names if len(run) >= REPEATED and run.last(name) < 1e-8 and name not in solved]
     if not flat:
         return None
     # An environment's own term comes before the others, of which the configuration may have some.
@@ -27,11 +30,17 @@ def constant_term(run: Evidence) -> Finding | None:
         f"the environment {name} always pays the same" if own else f"the reward's term {name} does not vary",
         run.where(flat[0]),
         f"It gives every {'episode' if played else 'completion'} the same score, so nothing can be learned from it.",
-        "play an episode by hand, and check that step or get_reward pays for something that the policy can reach "
-        "within env.max_turns; if high rewards are only rare, raise rollout.batch_size, or pay for steps to the goal"
+        (
+            "play an episode by hand, and check that step or get_reward pays for something that the policy can reach "
+            "within env.max_turns",
+            "raise rollout.batch_size if high rewards are only rare",
+            "pay for steps to the goal",
+        )
         if played
-        else "check its inputs and outputs by hand on a few texts; if high scores are only rare, raise "
-        "rollout.batch_size",
+        else (
+            "check its inputs and outputs by hand on a few texts",
+            "raise rollout.batch_size if high scores are only rare",
+        ),
     )
 
 
@@ -50,7 +59,19 @@ def dominant_term(run: Evidence) -> Finding | None:
         f"the reward's term {largest.removeprefix('reward_std/')} drowns the others",
         f"{share:.0%} of the terms' weighted standard deviations; {run.where(largest)}",
         "The other terms hardly affect which completion is better.",
-        "lower its weight, or raise the others'",
+        ("lower its weight", "raise the others'"),
+    )
+
+
+def _cures_of_flat_reward(run: Evidence) -> tuple[str, ...]:
+    """What keeps the policy: the price of the KL, if that is as large as differences in reward, or small steps."""
+    price = run.last("kl_coef") * run.last("kl") > 0.3 * run.last("reward_std")
+    first, second = "lower kl.coef", "raise optim.lr"
+    return (
+        *((first, second) if price else (second, first)),
+        "take larger batches (rollout.batch_size)",
+        "take larger batches (env.number, steps)",
+        "check that the reward separates good from bad",
     )
 
 
@@ -62,47 +83,76 @@ def flat_reward(run: Evidence) -> Finding | None:
         "the reward has not risen",
         run.where(run.reward),
         "It rose by less than a fifth of a single completion's standard deviation.",
-        "raise optim.lr, lower kl.coef, take larger batches, and check that the reward separates good from bad",
+        _cures_of_flat_reward(run),
     )
 
 
-def degenerate(run: Evidence) -> Finding | None:
-    """The reward rises while the texts degenerate.
+def rare_reward(run: Evidence) -> Finding | None:
+    """In most iterations all completions have the same reward, and it has not risen."""
+    deviations = run.values("reward_std", slice(-SETTLED, None))
+    equal = sum(x < 1e-8 for x in deviations)
+    if len(run) < SETTLED or not SETTLED > equal >= SETTLED / 2 or run.learns(0.2):
+        return None
+    return Finding(
+        "the reward is nearly always the same",
+        f"reward_std 0 in {equal} of the last {len(deviations)} iterations; {run.where('reward')}",
+        "In such an iteration no completion is better than another, so nothing is learned from it.",
+        (
+            "raise rollout.batch_size, so that each batch holds some of the rare scores",
+            "give partial scores on the way to the rare ones",
+            "take prompts that the model answers well more often",
+        ),
+    )
 
-    Who has learned a game plays short and similar episodes, so these are judged by the reference alone.
+
+def equal_groups(run: Evidence) -> Finding | None:
+    """In most groups all completions have the same score, so that none has an advantage.
+
+    An advantage that is scaled to the deviation of its group of n has a mean square of (n − 1) / n, and 0 where all are
+    equal: the share of groups that differ follows from `advantage_std`.
     """
-    if len(run) < SETTLED or not run.gain() > 0.2:
+    size = run.setting("rollout.per_prompt")
+    scaled = run.setting("advantage.estimator") == "group_relative" and run.setting("advantage.scale") is not False
+    if len(run) < SETTLED or not scaled or not (is_number(size) and size > 1) or run.learns():
         return None
-    signs = {
-        "distinct": run.last("distinct") < 0.5 * run.first("distinct"),
-        "distinct_2": run.last("distinct_2") < 0.4 * run.first("distinct_2"),
-        "repetition": run.last("repetition") > run.first("repetition") + 0.25,
-        "length": run.last("length") < 0.4 * run.first("length"),
-        "ref_logprob": run.last("ref_logprob") < run.first("ref_logprob") - 2.0,
-    }
-    degraded = [name for name, is_bad in signs.items() if is_bad and not (run.episodic() and name != "ref_logprob")]
-    if not degraded:
+    differ = run.mean("advantage_std", slice(-SETTLED, None)) ** 2 * size / (size - 1)
+    if not differ < 0.5:
         return None
     return Finding(
-        "the reward rises, and the texts fall apart",
-        "; ".join(map(run.where, [run.reward, *degraded])),
-        "The policy has found texts that the reward likes and people would not: repetitive, short, or unlike "
-        "anything that the reference would write.",
-        "raise kl.coef or ppo.entropy_coef, lower optim.lr, add a reward term that penalizes such texts, or stop "
-        "earlier (stop.kl, stop.reward)",
+        "most groups have equal scores",
+        f"in about {1 - differ:.0%} of the groups no completion is better than another; {run.where('advantage_std')}",
+        "Such groups have no advantages, so their completions are sampled in vain.",
+        (
+            "raise rollout.per_prompt",
+            "take prompts that are neither too easy nor too hard",
+            "give partial scores",
+        ),
     )
 
 
-def truncated(run: Evidence) -> Finding | None:
-    """Most completions run into the length limit; `never_ended` and `no_room` judge episodes."""
-    if run.setting("rollout.stop_at_eos") is False or run.episodic() or not run.last("truncated") > 0.8:
+def evaluation_disagrees(run: Evidence) -> Finding | None:
+    """The reward rises in training, and not in evaluations."""
+    name = run.run_kind.evaluation
+    scores = run.values(name, slice(None))
+    deviation = run.first(run.run_kind.deviation)
+    if len(scores) < 3 or not run.learns():
         return None
-    handled = run.setting("advantage.bootstrap") or run.setting("ppo.mask_truncated")
+    ends = max(1, len(scores) // 4)
+    rise = (sum(scores[-ends:]) - sum(scores[:ends])) / ends
+    if not rise < 0.1 * run.gain() * deviation:
+        return None
+    own = [f"eval.{key}" for key in ("max_new_tokens", "temperature") if run.setting(f"eval.{key}") is not None]
     return Finding(
-        "most completions are cut off",
-        run.where("truncated"),
-        "The reward scores unfinished texts, and the policy never learns to finish.",
-        "raise rollout.max_new_tokens" + ("" if handled else ", or set score.missing_eos_penalty"),
+        "evaluations do not rise with training",
+        f"{run.where(run.reward)}; {name} {scores[0]:.3g} in the first evaluation, {scores[-1]:.3g} in the last",
+        "What the policy learned does not hold on the prompts, or with the sampling, of the evaluation.",
+        (
+            *[f"leave out {' and '.join(own)}, so that evaluations sample as training does"] * bool(own),
+            "train on more prompts, of the kind that is evaluated (prompts.text, prompts.dataset)",
+            "evaluate as the agent acts in training (eval.greedy: false)",
+            "raise kl.coef",
+            "take the policy of the best evaluation, in best/",
+        ),
     )
 
 
@@ -116,8 +166,10 @@ def environment_fails(run: Evidence) -> Finding | None:
         run.where(name),
         "Its code raises, returns something that is no observation, or exceeds its timeout, which truncates the "
         "episode.",
-        "read the errors at the end of samples.jsonl's episodes (after), play an episode by hand, and raise "
-        "env.timeout if it is only slow",
+        (
+            "read the errors at the end of samples.jsonl's episodes (after), and play an episode by hand",
+            "raise env.timeout if it is only slow",
+        ),
     )
 
 
@@ -132,8 +184,12 @@ def calls_malformed(run: Evidence) -> Finding | None:
         "tool calls cannot be parsed",
         f"{run.where('env/malformed')}, of all turns; {run.where('env/calls')}, per episode",
         "The policy writes calls in another form than its chat template's, so no tool is called.",
-        "look at the calls in samples.jsonl, and at the form that tokencredit check-template shows; put an example "
-        "into the prompt, train on examples first (tokencredit sft), and raise env.turn_tokens if calls are cut off",
+        (
+            "look at the calls in samples.jsonl, and at the form that tokencredit check-template shows",
+            "put an example into the prompt",
+            "train on examples first (tokencredit sft)",
+            "raise env.turn_tokens if calls are cut off",
+        ),
     )
 
 
@@ -150,10 +206,13 @@ def tools_fail(run: Evidence) -> Finding | None:
         "tools time out" if late > failed else "tools fail",
         f"{run.where('env/failed')}; {run.where('env/timeout')}; {run.where('env/turns')}",
         "Nearly all turns with tool calls have one that failed, so the policy learns nothing from the results.",
-        "raise env.timeout, and call the tools by hand"
+        ("raise env.timeout", "call the tools by hand")
         if late > failed
-        else "read the errors in samples.jsonl; mend a tool that raises, and for calls of unknown tools or with wrong "
-        "arguments show examples in the prompt, or train on some first (tokencredit sft)",
+        else (
+            "read the errors in samples.jsonl, and mend a tool that raises",
+            "show examples in the prompt if calls are of unknown tools or have wrong arguments",
+            "train on some first (tokencredit sft)",
+        ),
     )
 
 
@@ -167,8 +226,11 @@ def never_ended(run: Evidence) -> Finding | None:
         run.where("env/ending/max_turns"),
         "Nearly all are truncated, most at env.max_turns: the policy never reaches the environment's end, or never "
         "answers without a tool call.",
-        "raise env.max_turns, and check that the environment returns done where it should, after a fixed number of "
-        "turns too; if the policy always calls a tool, say in the prompt when to answer",
+        (
+            "raise env.max_turns",
+            "check that the environment returns done where it should, after a fixed number of turns too",
+            "say in the prompt when to answer if the policy always calls a tool",
+        ),
     )
 
 
@@ -181,7 +243,7 @@ def no_room(run: Evidence) -> Finding | None:
         "episodes run out of tokens",
         run.where(name),
         "Turns and observations together do not fit into rollout.max_new_tokens, which truncates the episode.",
-        "raise rollout.max_new_tokens, or lower env.observation_tokens, env.turn_tokens or env.max_turns",
+        ("raise rollout.max_new_tokens", "lower env.observation_tokens, env.turn_tokens or env.max_turns"),
     )
 
 
@@ -193,16 +255,20 @@ def observations_cut(run: Evidence) -> Finding | None:
         "most observations are cut",
         f"{run.where('env/cut')}, of all turns",
         "They are longer than env.observation_tokens, and the policy reads their beginning alone.",
-        "raise env.observation_tokens (and rollout.max_new_tokens), or let tools and environment answer in fewer words",
+        (
+            "raise env.observation_tokens (and rollout.max_new_tokens)",
+            "let tools and environment answer in fewer words",
+        ),
     )
 
 
 REWARD_CHECKS: tuple[tuple[int, Check], ...] = (
     (80, constant_term),
     (35, dominant_term),
+    (62, rare_reward),
+    (61, equal_groups),
     (60, flat_reward),
-    (85, degenerate),
-    (40, truncated),
+    (59, evaluation_disagrees),
     (82, environment_fails),
     (78, calls_malformed),
     (76, tools_fail),

@@ -83,11 +83,12 @@ class Rollout:
             columns["ref_logprobs"] = [x[acted].tolist() for x, acted in zip(ref_logprobs.cpu(), rows, strict=True)]
         return columns
 
-    def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """The completions, detokenized after their prompts, without special tokens."""
+    def texts(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> list[str]:
+        """The completions, detokenized after their prompts, by default without special tokens."""
         prompt_rows = zip(self.prompt_ids.cpu(), self.prompt_mask.cpu(), strict=True)
         prompts = [tuple(ids[mask].tolist()) for ids, mask in prompt_rows]
-        detokenizers = {ids: Detokenizer(tokenizer, ids) for ids in dict.fromkeys(prompts)}
+        options = {"skip_special_tokens": skip_special_tokens}
+        detokenizers = {ids: Detokenizer(tokenizer, ids, **options) for ids in dict.fromkeys(prompts)}
         rows = zip(prompts, self.response_ids.cpu(), self.response_lengths().tolist(), strict=True)
         return [detokenizers[prompt].text(ids[:length].tolist()) for prompt, ids, length in rows]
 

@@ -161,7 +161,7 @@ class OfflineTrainer:
         metrics["sequence_length"] = read / sequences
         if not self.processes.all(math.isfinite(loss + norm)):
             ids = {f"row_{i}_{j}": torch.tensor(x) for i, row in enumerate(rows) for j, x in enumerate(texts(row))}
-            self.record.bad_step(number, "the loss or the gradient is not finite", ids)
+            self.record.bad_step(number, "the loss or the gradient is not finite", ids, diverged=True)
             return metrics | {"loss": math.nan, "steps": 0, "bad_steps": 1}
         self.optimizer.step()
         drop_gradients(self.parameters)

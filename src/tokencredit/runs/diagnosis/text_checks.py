@@ -1,0 +1,159 @@
+"""Checks of completions: their ends, their length, and texts that say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokencredit.runs.diagnosis.evidence import LEARNS, SETTLED, Check, Evidence, Finding
+from tokencredit.runs.summary import WINDOW, shortened
+
+REPETITIVE = 8
+"""Tokens from which a text can be repetitive."""
+
+
+def degenerate(run: Evidence) -> Finding | None:
+    """The reward rises while the texts degenerate.
+
+    Who has learned a game plays short and similar episodes, so these are judged by the reference alone.
+    """
+    if len(run) < SETTLED or not run.gain() > 0.2:
+        return None
+    signs = {
+        "distinct": run.last("distinct") < 0.5 * run.first("distinct"),
+        "distinct_2": run.last("distinct_2") < 0.4 * run.first("distinct_2"),
+        "repetition": run.last("repetition") > run.first("repetition") + 0.25,
+        "length": run.last("length") < 0.4 * run.first("length"),
+        "ref_logprob": run.last("ref_logprob") < run.first("ref_logprob") - 2.0,
+    }
+    degraded = [name for name, is_bad in signs.items() if is_bad and not (run.episodic() and name != "ref_logprob")]
+    if not degraded:
+        return None
+    return Finding(
+        "the reward rises, and the texts fall apart",
+        "; ".join(map(run.where, [run.reward, *degraded])),
+        "The policy has found texts that the reward likes and people would not: repetitive, short, or unlike "
+        "anything that the reference would write.",
+        (
+            "raise kl.coef",
+            "lower optim.lr",
+            "add a reward term that penalizes such texts",
+            "stop earlier (stop.kl, stop.reward)",
+        ),
+    )
+
+
+def truncated(run: Evidence) -> Finding | None:
+    """Most completions run into the length limit, in a run whose completions can end before it.
+
+    `never_ended` and `no_room` judge episodes.
+    """
+    at_eos, stops = run.setting("rollout.stop_at_eos") is not False, run.setting("rollout.stop")
+    if not (at_eos or stops) or run.episodic() or not run.last("truncated") > 0.8:
+        return None
+    handled = run.setting("advantage.bootstrap") or run.setting("ppo.mask_truncated")
+    return Finding(
+        "most completions are cut off",
+        run.where("truncated"),
+        "The reward scores unfinished texts, and the policy never learns to finish.",
+        (
+            *["set rollout.stop_at_eos: true"] * (not at_eos),
+            "raise rollout.max_new_tokens",
+            *["set score.missing_eos_penalty"] * (not handled),
+        ),
+    )
+
+
+def stop_unused(run: Evidence) -> Finding | None:
+    """No completion contained a stop string."""
+    if len(run) < WINDOW or not run.setting("rollout.stop") or any(run.values("stopped", slice(None))):
+        return None
+    if not run.values("stopped", slice(None)):  # episodes
+        return None
+    at_eos = run.setting("rollout.stop_at_eos") is not False
+    return Finding(
+        "no completion contains a stop string",
+        f"{run.where('stopped')}; {run.where('truncated')}",
+        "The model never writes any of rollout.stop"
+        + ("." if at_eos else ", and rollout.stop_at_eos is false, so every completion is cut off."),
+        (
+            *["set rollout.stop_at_eos: true"] * (not at_eos),
+            "write rollout.stop as the model does (samples.jsonl shows its texts)",
+            "leave out rollout.stop",
+        ),
+    )
+
+
+def ends_at_once(run: Evidence) -> Finding | None:
+    """From the start, completions of plain prompts are empty or one token."""
+    short = run.first("length") <= 2 and run.last("length") <= 2
+    conversations = any("message" in sample for sample in run.samples)
+    if not short or conversations or run.episodic() or (run.setting("rollout.max_new_tokens") or 24) <= 2:
+        return None
+    return Finding(
+        "completions end at once",
+        run.where("length"),
+        "The model answers the plain prompts with an end-of-sequence token, or one token before it.",
+        (
+            "give the prompts as conversations if the model is a chat model ([{role: user, content: …}]), so that its "
+            "chat template is used",
+            "look at the end of the prompts for an end-of-sequence token or a space",
+            "set rollout.min_new_tokens",
+        ),
+    )
+
+
+def hollow_score(run: Evidence) -> Finding | None:
+    """A completion that is empty or says one thing again and again has a high score."""
+    high = run.first("reward") + LEARNS * (run.first("reward_std") or 0.0)
+    rated = [sample for sample in run.samples if not run.episodic() and sample["reward"] > high and _hollow(sample)]
+    if not rated:
+        return None
+    best = max(rated, key=lambda sample: sample["reward"])
+    text = shortened(best["completion"], 60)
+    return Finding(
+        "the score is high for a repetitive text" if text else "the score is high for an empty text",
+        f"{text!r} has the reward {best['reward']:.3g} in iteration {best['iteration']}; {run.where('reward')}",
+        "The policy learns to write what the score likes, whether or not it says anything.",
+        (
+            "give such texts a low score (reward.function repetition with a negative weight)"
+            if text
+            else "give empty texts a low score",
+            *["set rollout.min_new_tokens"] * (not text),
+            "raise kl.coef",
+        ),
+    )
+
+
+def _hollow(sample: Mapping[str, Any]) -> bool:
+    """True if a sample's text is empty, or each of its tokens stands in it three times or more, on average."""
+    ids = sample["token_ids"]
+    return not sample["completion"].strip() or (len(ids) >= REPETITIVE and len(set(ids)) <= len(ids) / 3)
+
+
+def grows_long(run: Evidence) -> Finding | None:
+    """The reward rises while completions grow into the length limit."""
+    grown = run.last("truncated") > max(0.8, run.first("truncated") + 0.2)
+    if len(run) < SETTLED or run.episodic() or not (grown and run.learns(0.2)):
+        return None
+    return Finding(
+        "the reward rises with the length",
+        "; ".join(map(run.where, ("reward", "length", "truncated"))),
+        "Completions grow until rollout.max_new_tokens cuts them off: the score likes long texts, finished or not.",
+        (
+            "penalize long completions (score.overlong) or unfinished ones (score.missing_eos_penalty)",
+            "divide the score by the length",
+            "raise rollout.max_new_tokens if long texts are wanted",
+        ),
+    )
+
+
+TEXT_CHECKS: tuple[tuple[int, Check], ...] = (
+    (86, hollow_score),
+    (85, degenerate),
+    (84, ends_at_once),
+    (63, grows_long),
+    (41, stop_unused),
+    (40, truncated),
+)
+"""Each check and the weight of its finding."""
