@@ -214,20 +214,16 @@ def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterato
     """Lines for the user on settings and columns that do something other than their names suggest."""
     for name in [name for name in rows.other_columns if name in OWN_COLUMNS]:
         yield f"the column {name!r} of {rows.name} does not reach rewards, which get the run's own {name}; rename it"
+    if isinstance(rows, Prompts) and not rows.conversational and rows.tokenizer.chat_template:
+        yield (
+            "prompts are plain texts, so the model's chat template is not used; for a chat model give conversations, "
+            "[{role: user, content: …}]"
+        )
     if args.run.shard == "full" and not sharded:
         yield "run.shard full: one process, which holds the models whole"
     if args.ppo.loss == "gspo" and args.ppo.reduction != "sequence":
         reduction = f"ppo.loss gspo with ppo.reduction {args.ppo.reduction}"
         yield f"{reduction}: longer completions weigh more than in GSPO's paper, which has ppo.reduction: sequence"
-
-
-def unused_template(prompts: Prompts | Tasks, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """A line for plain prompts of a model that has a chat template."""
-    if isinstance(prompts, Prompts) and not prompts.conversational and tokenizer.chat_template:
-        yield (
-            "prompts are plain texts, so the model's chat template is not used; for a chat model give conversations, "
-            "[{role: user, content: …}]"
-        )
 
 
 def load_terms(

@@ -138,8 +138,7 @@ class PPOTrainer:
         self.sharded = is_sharded(self.policy.lm)
         self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
         remarks = setup.remarks(args, self.prompts, sharded=self.sharded)
-        template = setup.unused_template(self.prompts, self.tokenizer)
-        self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks, *template]
+        self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks]
         setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
