@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.learn.state import trainable
 from tokencredit.tools.plan.memory import LiveMemory, measure, update_parts
-from tokencredit.tools.plan.passes import Passes
+from tokencredit.tools.plan.passes import SkeletonPasses
 from tokencredit.tools.plan.plan import make_plan
 from tokencredit.tools.plan.work import plan_work
 
@@ -41,7 +41,7 @@ def family(kind, folder, settings=None, **options):
 def live_update(work):
     """The peak of an update of a real model, by the same count of live storages, without fake tensors."""
     torch.manual_seed(0)
-    passes = Passes(work, torch.device("cpu"))
+    passes = SkeletonPasses(work, torch.device("cpu"))
     with LiveMemory(work, [*passes.policy.parameters(), *passes.policy.buffers()]) as live:
         return sum(update_parts(live, passes, elsewhere=0).values())
 
