@@ -191,15 +191,18 @@ def test_more_copies_are_stepped_in_processes(tmp_path):
     assert torch.equal(rollout.observations, alone.observations)
 
 
+def test_estimators_that_compare_scores_of_texts_are_not_for_agents():
+    with pytest.raises(
+        ConfigError, match=r"estimator is 'group_relative'; it must be one of gae, td, .*, reward_to_go$"
+    ):
+        AgentAdvantageConfig(estimator="group_relative")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"ppo": AgentUpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3, .* must divide env\.number × steps, 64"),
         ({"critic": AgentCriticConfig(kind="none")}, r"advantage\.estimator is gae, which needs a critic"),
-        (
-            {"advantage": AgentAdvantageConfig(estimator="group_relative")},
-            r"advantage\.estimator is 'group_relative'; it must be one of gae, td, .*, reward_to_go$",
-        ),
         ({"run": RunConfig()}, r"^run is RunConfig\(.*; it must be an AgentRunConfig$"),
         (
             {"agent": AgentConfig("transformer", [64, 32])},
