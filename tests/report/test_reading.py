@@ -29,7 +29,7 @@ def test_a_run_is_read_back(run_folder):
 def test_a_run_that_began_with_a_reward_from_python_has_no_command_that_audits_it(copy):
     assert "to measure it: tokencredit audit" in trust(replace(read_run(copy), audit=None))
     (copy / "python.json").write_text('{"arguments": ["reward_funcs"]}')
-    assert "set audit.every in Python" in trust(replace(read_run(copy), audit=None))
+    assert "trainer.audit() in Python" in trust(replace(read_run(copy), audit=None))
 
 
 def test_a_line_that_is_still_being_written_is_left_out(copy):

@@ -39,11 +39,6 @@ def trust(run: Run) -> str | None:
                 "The credit on this page has not been measured against true values: an audit cannot continue an "
                 "environment from the middle of an episode"
             )
-        if read_python(run.path):
-            return (
-                "The credit on this page has not been measured against true values; to measure it, set audit.every in "
-                "Python: the run's folder does not hold all that it began with"
-            )
         command = visible(f"tokencredit audit {shlex.quote(str(run.path))}")
         if read_python(run.path):
             command = "trainer.audit() in Python, or audit.every"
