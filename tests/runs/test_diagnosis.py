@@ -647,7 +647,7 @@ def test_completions_that_a_stop_string_never_ends_are_named():
 
 
 def completion(text, ids, reward, **more):
-    return {"iteration": 40, "completion": text, "token_ids": ids, "reward": reward} | more
+    return {"iteration": 40, "completion": text, "tokens": [str(one) for one in ids], "reward": reward} | more
 
 
 @pytest.mark.parametrize(

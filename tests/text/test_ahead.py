@@ -403,6 +403,6 @@ def test_old_samples_give_a_log_ratio_and_no_kl(tmp_path):
 @pytest.mark.parametrize("rule", ["kl.target", "stop.kl"])
 def test_rules_that_need_a_kl_are_refused(rule):
     settings = {"rollout.engine": "continuous", "rollout.max_age": 2, rule: 6}
-    with pytest.raises(ConfigError, match=r"is 6, and rollout\.max_age is 2, .* do not estimate the KL"):
+    with pytest.raises(ConfigError, match=r"is 6, and rollout\.max_age is 2; .* do not estimate the KL"):
         PPOConfig.from_dict(settings)
     PPOConfig.from_dict(settings | {"kl.estimator": "full", "kl.place": "reward"})

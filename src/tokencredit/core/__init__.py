@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "advantages": "decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
-    "argument_checks": "empty_rows require_acted require_choice require_finite require_flags require_fraction "
-    "require_not_negative require_positive require_rows require_shape require_tensors",
+    "argument_checks": "empty_rows refuse_foreign require_acted require_choice require_finite require_flags "
+    "require_fraction require_not_negative require_positive require_rows require_shape require_tensors",
     "critic_free": "group_relative leave_one_out reward_to_go total_return uniform",
     "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
     "estimator_table": "ESTIMATORS Estimator",

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tokencredit.core import critic_free
-from tokencredit.core.argument_checks import require_choice, require_fraction, require_positive
-from tokencredit.core.episodes import EpisodeBounds, Steps, prepare_steps, refuse_foreign, reverse_scan
+from tokencredit.core.argument_checks import refuse_foreign, require_choice, require_fraction, require_positive
+from tokencredit.core.episodes import EpisodeBounds, Steps, prepare_steps, reverse_scan
 from tokencredit.core.estimator_table import ESTIMATORS
 
 

@@ -1,10 +1,26 @@
 """Argument checks: each error names the argument, its value, and the accepted values."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+FOREIGN = {
+    **dict.fromkeys(
+        ("dones", "done"),
+        "terminated=, where the next state is worth 0, and truncated= with bootstrap=, where an episode was cut off",
+    ),
+    **dict.fromkeys(
+        ("last_value", "last_values", "next_value", "next_values"),
+        "truncated=, true at the step that an episode was cut off after, and bootstrap=, the value after that step",
+    ),
+}
+"""Arguments that other libraries have instead of `core.episodes.EpisodeBounds`, and what to give."""
 
 
 def require_tensors(**arguments: object) -> None:
@@ -86,3 +102,16 @@ def empty_rows(mask: Tensor) -> Tensor:
     """True for the rows of `mask` [batch, time] that have no acted step."""
     require_tensors(mask=mask)
     return mask.view(torch.uint8).amax(dim=-1) == 0
+
+
+def refuse_foreign(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, with `FOREIGN` arguments answered by name."""
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name in FOREIGN:
+                raise TypeError(f"{name} is not an argument of the estimators; give {FOREIGN[name]}")
+        return function(*args, **kwargs)
+
+    return checked

@@ -1,16 +1,16 @@
 """Compact a rollout into steps without gaps, mark its episodes, and solve linear recurrences over them."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce, wraps
-from typing import ParamSpec, TypedDict, TypeVar
+from functools import reduce
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from tokencredit.core.argument_checks import (
     empty_rows,
+    refuse_foreign,
     require_acted,
     require_finite,
     require_flags,
@@ -28,34 +28,6 @@ class EpisodeBounds(TypedDict, total=False):
     terminated: Tensor | None
     truncated: Tensor | None
     bootstrap: Tensor | None
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-FOREIGN = {
-    **dict.fromkeys(
-        ("dones", "done"),
-        "terminated=, where the next state is worth 0, and truncated= with bootstrap=, where an episode was cut off",
-    ),
-    **dict.fromkeys(
-        ("last_value", "last_values", "next_value", "next_values"),
-        "truncated=, true at the step that an episode was cut off after, and bootstrap=, the value after that step",
-    ),
-}
-"""Arguments that other libraries have instead of `EpisodeBounds`, and what to give."""
-
-
-def refuse_foreign(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, with `FOREIGN` arguments answered by name."""
-
-    @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name in FOREIGN:
-                raise TypeError(f"{name} is not an argument of the estimators; give {FOREIGN[name]}")
-        return function(*args, **kwargs)
-
-    return checked
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ def hollow_score(run: Evidence) -> Finding | None:
 
 def _hollow(sample: Mapping[str, Any]) -> bool:
     """True if a sample's text is empty, or each of its tokens stands in it three times or more, on average."""
-    ids = sample["token_ids"]
-    return not sample["completion"].strip() or (len(ids) >= REPETITIVE and len(set(ids)) <= len(ids) / 3)
+    tokens = sample["tokens"]
+    return not sample["completion"].strip() or (len(tokens) >= REPETITIVE and len(set(tokens)) <= len(tokens) / 3)
 
 
 def grows_long(run: Evidence) -> Finding | None:

@@ -92,7 +92,7 @@ class Labels:
         cut = written[written.rfind(b"\n") + 1 :]
         try:
             whole = not mismatch(json.loads(cut), LABEL)  # an editor took its line break off
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter at deep nesting
             whole = False
         if not whole and not cut.startswith(START) and not START.startswith(cut):
             raise ConfigError(f"{file} is not a file of labels; give another one")
