@@ -83,7 +83,7 @@ def test_report_and_doctor_read_the_run(run, capfd):
     assert main(["doctor", str(folder)]) == 0
     shown = capfd.readouterr().out
     assert "most completions are cut off" in shown
-    assert "What to change: raise rollout.max_new_tokens, or set score.missing_eos_penalty." in shown
+    assert "What to change: raise rollout.max_new_tokens or set score.missing_eos_penalty." in shown
     assert "warming up" not in shown, "two iterations are a trial"
 
 

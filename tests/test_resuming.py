@@ -226,7 +226,7 @@ def test_without_checkpoints_nothing_is_thrown_away(tmp_path):
 def test_a_finished_run_needs_more_iterations_to_resume(tmp_path):
     PPOTrainer(args=text(tmp_path / "run", 4)).train()
     with pytest.raises(
-        ConfigError, match=r"has done all its 4 iterations; raise --run\.iterations to continue, above 4 \(it is \d\)"
+        ConfigError, match=r"has done all its 4 iterations; raise run\.iterations to continue, above 4 \(it is \d\)"
     ):
         resumed(PPOTrainer, text(tmp_path / "run", 4))
     assert (tmp_path / "run" / "summary.json").is_file()

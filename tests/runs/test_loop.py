@@ -41,7 +41,7 @@ def test_a_folder_that_is_gone_stays_away(number, tmp_path):
         RunStopped, match=rf"^stopped in iteration {number}: the run's folder '.*run' is gone"
     ) as caught:
         trainer.train()
-    assert "--resume and its new path" in str(caught.value)
+    assert "resume the run under its new path" in str(caught.value)
     assert not run.exists()
 
 

@@ -309,10 +309,11 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, spec
     ]
     if not special:
         return list(encoded)
-    plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-    whole = tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"]
+    # The tokenizer's own tokens stand around those of a text, which must be one that it can encode.
+    sample = max(texts, key=len)
+    plain, whole = (tokenizer(sample, add_special_tokens=own, verbose=False)["input_ids"] for own in (False, True))
     first = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
-    if first is None:
+    if first is None or not plain:
         return list(encoded)
     added, last = whole[:first], len(whole) - first - len(plain)
     prompts = [ids[: len(ids) - last] for ids in encoded]

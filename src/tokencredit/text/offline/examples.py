@@ -112,8 +112,8 @@ def with_prompts(rows: Rows, config: RowsSettings, completion: str, name: str) -
     """
     columns = column_names(rows) if len(rows) else []
     rejected, missing = getattr(config, "rejected", None), config.column not in columns
-    if not columns or config.template is not None:
-        return rows
+    if not columns or config.template is not None or (missing and config.column != type(config).column):
+        return rows  # a column that is named and not there is answered as such
     if rejected is not None and {completion, rejected} <= set(columns):
         whole = missing or (is_conversation(first := rows[0][completion]) and first[0]["role"] != "assistant")
         if not whole:
