@@ -164,8 +164,16 @@ def test_a_run_with_a_known_fault_is_diagnosed(names, tmp_path, capsys):
         assert findings[name].title in shown
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cause", [None, "temperature", "dropout"])
+@pytest.mark.parametrize(
+    ("dtype", "cause"),
+    [
+        ("float32", None),
+        ("float32", "temperature"),
+        ("float32", "dropout"),
+        ("bfloat16", None),
+        *(pytest.param("bfloat16", cause, marks=pytest.mark.proof) for cause in ("temperature", "dropout")),
+    ],
+)
 def test_rounding_is_no_mismatch_in_either_number_format(dtype, cause, tmp_path):
     """Completions of unequal length, which sampling and updates pad and batch apart."""
     args = PPOConfig(

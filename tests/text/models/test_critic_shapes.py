@@ -368,7 +368,7 @@ def test_more_members_than_completions_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.proof)])
 def test_frozen_attention_stays_bit_for_bit_and_all_else_learns(name, tmp_path):
     args = small(tmp_path, kind="separate", freeze="attention", lr=1e-2, epochs=1)
     args.optim.name = name

@@ -65,7 +65,7 @@ def test_an_update_on_fake_tensors_takes_the_memory_of_a_real_one(kind, dtype, t
         {"critic.kind": "separate", "critic.layers": 1},
         {"model.lora.rank": 4},
         {"model.dtype": "bfloat16", "critic.kind": "none", "advantage.estimator": "uniform"},
-        {"optim.name": "muon"},
+        pytest.param({"optim.name": "muon"}, marks=pytest.mark.proof),  # slow where bfloat16 is emulated
     ],
     ids=["shared", "separate", "LoRA", "bfloat16", "muon"],
 )
