@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -25,15 +26,15 @@ MAX_DROP = 5.0
 """Largest drop of the logits of bins outside the old support below the outermost old bin, in nats."""
 
 
-class AdaptiveHead:
+class AdaptiveHead(ABC):
     """A value head, a module, that adapts to the returns it is to predict."""
 
     support: Tensor
     """What it keeps of the returns: a buffer, saved with the weights."""
 
+    @abstractmethod
     def adapt(self, returns: Tensor, mask: Tensor, processes: Processes) -> None:
         """Adapt to returns, of all processes, where the mask is true."""
-        raise NotImplementedError
 
 
 class ScaledHead(AdaptiveHead, nn.Sequential):

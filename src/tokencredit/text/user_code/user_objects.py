@@ -12,9 +12,10 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -53,17 +54,19 @@ def _from_file(location: str, kind: str) -> ModuleType:
     name = f"tokencredit_user_{path.stem}_{key}"
     if name in sys.modules:
         return sys.modules[name]
-    module = sys.modules[name] = ModuleType(name)  # dataclasses look up their module there
-    module.__file__ = str(path)
-    try:
-        # Not by an import, which takes a compiled file for that of a source of equal size and second.
-        exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), vars(module))
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ConfigError(f"the {kind} file {location!r} cannot be run: {type(error).__name__}: {error}") from error
-    code = f"exec(compile(open({str(path)!r}, 'rb').read(), {str(path)!r}, 'exec', dont_inherit=True))\n"
+    # A module that runs the file, here and in processes that it spawns. Not the file itself, whose compiled form would
+    # be taken for that of another source of equal size and second.
+    code = (
+        "from pathlib import Path\n"
+        f"__file__ = {str(path)!r}\n"
+        "exec(compile(Path(__file__).read_bytes(), __file__, 'exec'))\n"
+    )
     (_imported() / f"{name}.py").write_text(code, encoding="utf-8")
-    return module
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"the {kind} file {location!r} cannot be run: {type(error).__name__}: {error}") from error
 
 
 @cache
@@ -87,16 +90,21 @@ def _from_module(location: str, kind: str) -> ModuleType:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """A context for user code, after which gradients, default dtype and working directory are as before."""
-    gradients, dtype, folder = torch.is_grad_enabled(), torch.get_default_dtype(), Path.cwd()
+    """A context for user code, after which gradients, default dtype and working directory are as before.
+
+    The latter two belong to the whole process: they are restored in the main thread only, since other threads overlap.
+    """
+    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    folder = Path.cwd() if Path().exists() else None
     try:
         yield
     finally:
         torch.set_grad_enabled(gradients)
-        if torch.get_default_dtype() != dtype:
+        if threading.current_thread() is threading.main_thread():
             torch.set_default_dtype(dtype)
-        if Path.cwd() != folder:
-            os.chdir(folder)
+            if folder is not None:
+                with suppress(OSError):  # it is gone
+                    os.chdir(folder)
 
 
 def source_digest(value: Any) -> str | None:

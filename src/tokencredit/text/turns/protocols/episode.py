@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -59,7 +60,7 @@ class Reply:
         return self.observation if isinstance(self.observation, str) else "\n".join(map(content, self.observation))
 
 
-class Episode:
+class Episode(ABC):
     """One episode of an environment with its tools. `start` and `reply` run user code, and are called in threads."""
 
     def __init__(self, instance: Instance, row: Mapping[str, Any], tokens: int):
@@ -70,17 +71,17 @@ class Episode:
         self.tools: Sequence[Callable[..., Any]] = ()
         """Functions and methods that the policy may call; the prompt's chat template describes them."""
 
+    @abstractmethod
     def start(self) -> Prompt:
         """Reset the environment with the row; returns the prompt."""
-        raise NotImplementedError
 
     def reply(self, turn: Turn) -> Reply:
         """The reply to a turn, with an observation within bounds; user code that fails raises nothing here."""
         return bounded(self.answer(turn), self._tokens)
 
+    @abstractmethod
     def answer(self, turn: Turn) -> Reply:
         """The reply to a turn, with an observation of any length."""
-        raise NotImplementedError
 
 
 def as_text(result: Any) -> str:
