@@ -6,6 +6,7 @@ import re
 import runpy
 import statistics
 import sys
+import threading
 from ast import literal_eval
 from functools import partial
 from pathlib import Path
@@ -496,6 +497,24 @@ def test_state_that_a_reward_changes_is_restored(timeout, tmp_path):
     assert torch.is_grad_enabled()
     assert torch.get_default_dtype() == torch.float32
     assert Path.cwd() == folder
+
+
+def test_a_reward_is_called_from_a_folder_that_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert score([Term("one", 1.0, lambda completions, **_: [1.0])], ["a"], ["b"], {}, [1]).totals == [1.0]
+
+
+def test_a_call_in_another_thread_does_not_move_the_process(tmp_path, monkeypatch):
+    def moving(completions, **columns):
+        monkeypatch.chdir(tmp_path)  # as another thread would meanwhile
+        return [1.0]
+
+    thread = threading.Thread(target=score, args=([Term("moving", 1.0, moving)], ["a"], ["b"], {}, [1]))
+    thread.start()
+    thread.join()
+    assert Path.cwd() == tmp_path
 
 
 def test_a_reward_file_may_spawn_processes(tmp_path):

@@ -95,7 +95,9 @@ def restored() -> Iterator[None]:
     The latter two belong to the whole process: they are restored in the main thread only, since other threads overlap.
     """
     gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    folder = Path.cwd() if Path().exists() else None
+    folder = None
+    with suppress(FileNotFoundError):  # it is gone
+        folder = Path.cwd()
     try:
         yield
     finally:
