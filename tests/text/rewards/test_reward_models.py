@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import shutil
 import warnings
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GPT2Config,
@@ -263,6 +265,51 @@ def test_a_folder_that_is_no_classifier_is_refused(tmp_path, model_folders, rewa
     ):
         with pytest.raises(ConfigError, match=rf"reward\[0\]: .*{message}"):
             build_terms([ClassifierTerm(classifier=str(folder), label="A")], "cpu")
+
+
+def with_head(folder, model_folders, heads, file="model.safetensors"):
+    """GPT-2 as a causal language model whose folder has these further weights, in this file."""
+    shutil.copytree(model_folders["gpt2"], folder)
+    own = load_file(folder / file) if (folder / file).is_file() else {}
+    save_file(own | heads, folder / file, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_language_model_with_a_value_head_is_named_and_its_cure_works(tmp_path, model_folders):
+    weight = torch.randn(1, AutoConfig.from_pretrained(model_folders["gpt2"]).n_embd)
+    bias = torch.zeros(1)
+    for name, heads, file in (
+        ("trl", {"v_head.summary.weight": weight, "v_head.summary.bias": bias}, "model.safetensors"),
+        ("other", {"value_head.weight": weight}, "model.safetensors"),
+        ("llamafactory", {"v_head.summary.weight": weight, "v_head.summary.bias": bias}, "value_head.safetensors"),
+    ):
+        folder = with_head(tmp_path / name, model_folders, heads, file)
+        named = next(iter(heads)) if file == "model.safetensors" else file
+        for term in (RewardModelTerm(reward_model=str(folder)), ClassifierTerm(classifier=str(folder), label="A")):
+            with pytest.raises(
+                ConfigError,
+                match=rf"is a causal language model with a value head \(.*{re.escape(named)}\), not a sequence "
+                r'classifier; .* save its weight as score\.weight .* "num_labels": 1 in config\.json',
+            ):
+                build_terms([term], "cpu")
+        # The two steps that the message names.
+        cured = with_head(tmp_path / f"{name}-cured", model_folders, {"score.weight": weight})
+        config = json.loads((cured / "config.json").read_text())
+        with pytest.raises(ConfigError, match=r'is score\.weight .* config\.json has 2 labels; set "num_labels": 1'):
+            load(str(cured), "cpu")
+        (cured / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
+        (term,) = build_terms([RewardModelTerm(reward_model=str(cured))], "cpu")
+        model, tokenizer = load(str(cured), "cpu")
+        ids = torch.tensor([tokenizer(PROMPTS[0] + COMPLETIONS[0] + tokenizer.eos_token)["input_ids"]])
+        expected = (model.transformer(ids).last_hidden_state[0, -1] @ weight[0]).item()
+        assert term.function(PROMPTS[:1], COMPLETIONS[:1]) == pytest.approx([expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_a_loaded_language_model_is_no_reward_model(model_folders, labels):
+    model = AutoModelForCausalLM.from_pretrained(model_folders["gpt2"], num_labels=labels)
+    with pytest.raises(ConfigError, match=r"is a GPT2LMHeadModel, .* AutoModelForSequenceClassification"):
+        as_terms(model)
 
 
 def test_damaged_weights_are_refused(tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 from tokencredit.errors import ConfigError
 from tokencredit.text.models.model_loading import as_config_error, check_shapes, fuse_gelu, resolve, without_load_report
 from tokencredit.text.rewards.texts import Text, joined, messages, plain
+
+VALUE_HEADS = ("v_head.", "value_head.")
+"""Names of value heads that libraries add to causal language models."""
 
 
 class Reader:
@@ -181,6 +185,11 @@ class RewardModel(Reader):
 
     def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **reading: Any):
         """Check the number of outputs; arguments and errors as in `Reader`."""
+        if model.get_output_embeddings() is not None:
+            raise ConfigError(
+                f"{name!r} is a {type(model).__name__}, a language model, which scores tokens and not texts; give a "
+                "reward model, as loaded by AutoModelForSequenceClassification"
+            )
         if model.config.num_labels != 1:
             raise ConfigError(
                 f"{name!r} has {model.config.num_labels} outputs, and a reward model has one; "
@@ -212,11 +221,30 @@ def load(
             output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    _check_head(name, folder, model, loaded)
     check_shapes(name, loaded)
-    if loaded["missing_keys"]:  # Transformers initializes them at random
-        missing = ", ".join(sorted(loaded["missing_keys"]))
-        raise ConfigError(f"{name!r} is not a sequence classifier: its weights lack {missing}")
     return model.to(device), tokenizer
+
+
+def _check_head(name: str, folder: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the weights have no classification head, or one of another number of outputs."""
+    for key, saved, expected in sorted(loaded["mismatched_keys"]):
+        if saved[1:] == expected[1:] and not key.startswith(f"{model.base_model_prefix}."):
+            raise ConfigError(
+                f"the head of {name!r} is {key} of the shape {list(saved)}, one row per label, and its config.json has "
+                f'{expected[0]} labels; set "num_labels": {saved[0]} there'
+            )
+    if not loaded["missing_keys"]:
+        return
+    missing = ", ".join(sorted(loaded["missing_keys"]))  # which Transformers initializes at random
+    heads = [key for key in sorted(loaded["unexpected_keys"]) if key.startswith(VALUE_HEADS)]
+    heads += [path.name for path in sorted(Path(folder).glob("value_head.*"))]  # LLaMA-Factory's
+    if not heads:
+        raise ConfigError(f"{name!r} is not a sequence classifier: its weights lack {missing}")
+    raise ConfigError(
+        f"{name!r} is a causal language model with a value head ({', '.join(heads)}), not a sequence classifier; to "
+        f'reward by that head, save its weight as {missing} in model.safetensors, and set "num_labels": 1 in config.json'
+    )
 
 
 def context(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
