@@ -118,6 +118,25 @@ def test_what_can_never_succeed_is_tried_once(mistake):
     assert "tries" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0], r"'f' returned 1 numbers for 2 completions \(the last of 2 tries\)$"),
+        (None, r"'f' returned a NoneType; it must return a list of numbers \(the last of 2 tries\)$"),
+        (["bad", 1.0], r"'f' is 'bad' for the text 'Say:one'; it must be a number \(the last of 2 tries\)$"),
+    ],
+)
+def test_a_malformed_result_that_comes_again_is_the_last(result, message):
+    failing = Failing(result)
+    with pytest.raises(RewardError, match=message):
+        rate(Term("f", 1.0, failing, retries=5))
+    assert failing.calls == [COMPLETIONS] * 2
+
+
+def test_malformed_results_that_differ_are_a_service_that_may_recover():
+    assert rate(Term("f", 1.0, Failing([], [1.0], KeyError("score"), [1.0], LENGTHS), retries=4)) == LENGTHS
+
+
 @pytest.mark.slow
 def test_a_service_that_hangs_is_asked_again(service, caplog):
     service.plan = ["hang", "hang"]
@@ -133,7 +152,6 @@ def test_a_service_that_hangs_is_asked_again(service, caplog):
     [
         ("error", r"'judge' raised HTTPError: .* \(the last of 3 tries\); .* raise the term's timeout or retries$"),
         ("hang", r"'judge' exceeded its timeout of 0\.2 s \(the last of 3 tries\); .*timeout or retries$"),
-        ("garbage", r"'judge' returned 1 numbers for 2 completions \(the last of 3 tries\)$"),
     ],
 )
 def test_a_service_that_stays_down_is_asked_for_the_whole_batch_only(kind, message, service):

@@ -484,19 +484,37 @@ def test_a_function_that_changes_its_arguments_changes_them_for_itself():
     assert found.terms["reading"] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("timeout", [None, 10.0])
-def test_state_that_a_reward_changes_is_restored(timeout, tmp_path):
-    def careless(completions, **columns):
-        torch.set_grad_enabled(False)
-        torch.set_default_dtype(torch.float64)
-        os.chdir(tmp_path)
-        return [1.0] * len(completions)
+CARELESS = """
+import os
+import torch
 
+
+def change():
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    os.chdir("/")
+
+
+def reward(completions, **columns):
+    change()
+    return [1.0] * len(completions)
+
+
+async def judge(completions, **columns):
+    return reward(completions)
+"""
+
+
+@pytest.mark.parametrize("changes", ["reward", "judge", "when it is loaded"])
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_state_that_a_reward_changes_is_restored(changes, timeout, tmp_path):
+    (tmp_path / "mine.py").write_text(CARELESS if changes in CARELESS else f"{CARELESS}\nchange()\n")
     folder = Path.cwd()
-    score([Term("careless", 1.0, careless, timeout=timeout)], ["a"], ["b"], {}, [1])
-    assert torch.is_grad_enabled()
-    assert torch.get_default_dtype() == torch.float32
-    assert Path.cwd() == folder
+    name = changes if changes in CARELESS else "reward"
+    function = load_function(f"{tmp_path}/mine.py:{name}", {})
+    assert (torch.is_grad_enabled(), torch.get_default_dtype(), Path.cwd()) == (True, torch.float32, folder)
+    assert score([Term("careless", 1.0, function, timeout=timeout)], ["a"], ["b"], {}, [1]).totals == [1.0]
+    assert (torch.is_grad_enabled(), torch.get_default_dtype(), Path.cwd()) == (True, torch.float32, folder)
 
 
 def test_a_reward_is_called_from_a_folder_that_is_gone(tmp_path, monkeypatch):

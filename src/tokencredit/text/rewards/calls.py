@@ -122,18 +122,21 @@ def _call_with_retries(
     """Call with retries until a result can be read.
 
     An exception does not tell a failing service from a bug in the function: `reply["score"]` of an error message is a
-    KeyError or a TypeError. Everything is retried except `REPEATING` errors and those of memory.
+    KeyError or a TypeError. Everything is retried except `REPEATING` errors and those of memory. A malformed result is
+    retried until it is the same twice in a row: a service may send a short list once, a function will not.
     """
-    retries, backoff = term.retries, FIRST_BACKOFF
+    retries, backoff, malformed = term.retries, FIRST_BACKOFF, ""
     while True:
         try:
             return read(call())
         except Exception as error:
             if isinstance(error, ConfigError | NonFiniteScore | WrongShape) or out_of_memory(error):
                 raise
-            if retries <= 0 or isinstance(error, REPEATING):
+            repeated = str(error) == malformed
+            if retries <= 0 or repeated or isinstance(error, REPEATING):
                 tries = term.retries - retries + 1
                 raise RewardError(_final_message(term, columns, error, tries)) from error
+            malformed = str(error) if type(error) is RewardError else ""
             LOG.warning("%s; trying again in %g s", _summary(term, error), backoff)
         time.sleep(backoff)
         retries, backoff = retries - 1, min(2 * backoff, MAX_BACKOFF)

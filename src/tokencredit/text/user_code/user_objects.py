@@ -30,6 +30,28 @@ LIBRARIES = [str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib",
 """Folders of Tokencredit, Python's library and installed packages, whose code is not the user's."""
 
 
+@contextmanager
+def restored() -> Iterator[None]:
+    """A context for user code, after which gradients, default dtype and working directory are as before.
+
+    The latter two belong to the whole process: they are restored in the main thread only, since other threads overlap.
+    """
+    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    folder = None
+    with suppress(FileNotFoundError):  # it is gone
+        folder = Path.cwd()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(gradients)
+        if threading.current_thread() is threading.main_thread():
+            torch.set_default_dtype(dtype)
+            if folder is not None:
+                with suppress(OSError):  # it is gone
+                    os.chdir(folder)
+
+
+@restored()
 def load_object(spec: str, kind: str) -> Any:
     """Load the object named `pkg.module:name` or `path/file.py:name`, a reward, environment or tool by its kind.
 
@@ -86,27 +108,6 @@ def _from_module(location: str, kind: str) -> ModuleType:
             f"the {kind} module {location!r} cannot be imported: {type(error).__name__}: {error}; "
             f"give a file by its path, as in '{kind}s.py:name'"
         ) from error
-
-
-@contextmanager
-def restored() -> Iterator[None]:
-    """A context for user code, after which gradients, default dtype and working directory are as before.
-
-    The latter two belong to the whole process: they are restored in the main thread only, since other threads overlap.
-    """
-    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    folder = None
-    with suppress(FileNotFoundError):  # it is gone
-        folder = Path.cwd()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(gradients)
-        if threading.current_thread() is threading.main_thread():
-            torch.set_default_dtype(dtype)
-            if folder is not None:
-                with suppress(OSError):  # it is gone
-                    os.chdir(folder)
 
 
 def source_digest(value: Any) -> str | None:
