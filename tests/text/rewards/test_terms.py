@@ -1,7 +1,6 @@
 import asyncio
 import json
 import math
-import os
 import re
 import runpy
 import statistics

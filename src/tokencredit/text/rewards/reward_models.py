@@ -243,7 +243,7 @@ def _check_head(name: str, folder: str, model: PreTrainedModel, loaded: Mapping[
         raise ConfigError(f"{name!r} is not a sequence classifier: its weights lack {missing}")
     raise ConfigError(
         f"{name!r} is a causal language model with a value head ({', '.join(heads)}), not a sequence classifier; to "
-        f'reward by that head, save its weight as {missing} in model.safetensors, and set "num_labels": 1 in config.json'
+        f'reward by it, save its weight as {missing} in model.safetensors, and set "num_labels": 1 in config.json'
     )
 
 
