@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from gymnasium import spaces
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from helpers.configs import control_config, quiet, quiet_agent, text_config
@@ -22,11 +23,12 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.report.page import story
 from tokencredit.report.reading import read_run
 from tokencredit.settings.control import AgentConfig, AgentCriticConfig, AgentUpdateConfig, EnvConfig, EpisodesConfig
-from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
+from tokencredit.settings.data import ClassifierTerm, EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, OptimConfig, StopConfig, UpdateConfig
+from tokencredit.text.models.model_loading import resolve
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.terms import Term
 
@@ -345,7 +347,7 @@ def test_the_headline_starts_anew_where_the_reward_changed(tmp_path, capsys):
     assert (summary.first, summary.last, summary.iterations) == (-3.0, -3.0, 4)
     shown = capsys.readouterr().out
     for name in ("reward[0].function", "prompts.dataset"):
-        assert f"{name} is not what it was at the checkpoint: its rows or its source have changed" in shown
+        assert f"{name} is not what it was at the checkpoint: its rows, its source or its files have changed" in shown
     assert "reward -3 → -3" in shown
     assert "after what is scored changed in iteration 2" in shown
     read = read_run(run)
@@ -365,9 +367,40 @@ def test_a_reward_from_python_that_changed_is_an_event(tmp_path):
     for rewarded, iterations in ((long, 1), (long, 2), (short, 3)):
         args = text(tmp_path / "run", iterations)
         summary = PPOTrainer(args=args, reward_funcs=rewarded).train(resume_from_checkpoint=iterations > 1)
-    told = [line for line in read_events(tmp_path / "run") if "is not what it was" in line]
-    assert told == ["reward_funcs[0] is not what it was at the checkpoint: its rows or its source have changed"]
+    [told] = [line for line in read_events(tmp_path / "run") if "is not what it was" in line]
+    assert told.startswith("reward_funcs[0] is not what it was at the checkpoint: its rows, its source or its files")
     assert (summary.first, summary.last) == (-1.0, -1.0)
+
+
+def test_models_whose_files_changed_are_events(tmp_path):
+    """The weights of a reward model and of a frozen critic, and the policy's configuration."""
+    for part, name in (("sentiment", "judge"), ("policy", "start"), ("policy", "critic")):
+        shutil.copytree(resolve("builtin:reviews", part), tmp_path / name)
+
+    def changed_weights(folder):
+        weights = load_file(folder / "model.safetensors")
+        name = min(weights)
+        save_file(weights | {name: weights[name] + 1e-3}, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def events(iterations):
+        args = text(
+            tmp_path / "run",
+            iterations,
+            model=ModelConfig(name=str(tmp_path / "start")),
+            critic=CriticConfig(kind="separate", name=str(tmp_path / "critic"), detach=True),
+            reward=[ClassifierTerm(classifier=str(tmp_path / "judge"), label="POSITIVE")],
+        )
+        PPOTrainer(args=args).train(resume_from_checkpoint=iterations > 1)
+        return [line.partition(" is not what")[0] for line in read_events(tmp_path / "run") if "what it was" in line]
+
+    events(1)
+    (tmp_path / "judge" / "README.md").write_text("no file that is loaded")
+    assert events(2) == []
+    changed_weights(tmp_path / "judge")
+    changed_weights(tmp_path / "critic")
+    config = json.loads((tmp_path / "start" / "config.json").read_text())
+    (tmp_path / "start" / "config.json").write_text(json.dumps(config | {"use_cache": False}))
+    assert events(3) == ["model.name", "critic.name", "reward[0].classifier"]
 
 
 def test_a_setting_that_may_not_change_is_refused_before_a_file_is_touched(cut_in_6, tmp_path):

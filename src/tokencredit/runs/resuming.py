@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -176,9 +175,9 @@ def changes_since(
     if state is None:
         return
     for name, digest in sources.items():
-        group = re.split(r"[.[]", name)[0]  # whose keys, such as prompts.template, may be the reason
+        group = name.removesuffix(".dataset")  # whose keys, such as prompts.template, may be the reason
         if state["sources"].get(name, digest) != digest and not any(key.startswith(group) for key in changed):
-            yield name, f"{name} is not what it was at the checkpoint: its rows or its source have changed"
+            yield name, f"{name} is not what it was at the checkpoint: its rows, its source or its files have changed"
     for name, version in versions().items():
         if state["versions"].get(name) != version:
             yield None, f"{name} is now {version}; the checkpoint is of {state['versions'].get(name)}"

@@ -23,7 +23,7 @@ from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
 from tokencredit.text.engines.engine import Engine
-from tokencredit.text.models.model_loading import max_prompt_length
+from tokencredit.text.models.model_loading import folder_digest, max_prompt_length
 from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
@@ -184,8 +184,11 @@ def evaluation_tasks(args: PPOConfig, dataset: Rows | None = None) -> Tasks:
 def source_digests(
     args: PPOConfig, given: dict[str, Any], prompts: Prompts | Tasks, held_out: Prompts | Tasks
 ) -> dict[str, str]:
-    """Digests of the code and the rows that a run reads by name or was `given` from Python, by setting or argument."""
-    named: dict[str, Any] = {}
+    """Digests of what a run reads by name or was `given` from Python, by setting or argument: code, rows, models.
+
+    Of `model.name` the checkpoint keeps the weights; its folder also has the configuration.
+    """
+    named: dict[str, Any] = {"model.name": args.model.name, "critic.name": args.critic.name}
     if given["reward_funcs"] is None:
         for number, term in enumerate(args.reward):
             kind, name = term.source()
@@ -194,8 +197,11 @@ def source_digests(
     for argument in ("reward_funcs", "tools", "environment_factory"):
         value = given[argument]
         entries = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        named |= {f"{argument}[{i}]": getattr(entry, "function", entry) for i, entry in enumerate(entries)}
-    digests = {name: source_digest(value) for name, value in named.items()}
+        for number, entry in enumerate(entries):
+            value = getattr(entry, "function", entry)
+            folder = getattr(getattr(value, "config", None), "_name_or_path", None)  # of a loaded reward model
+            named[f"{argument}[{number}]"] = folder or value
+    digests = {name: folder_digest(value) or source_digest(value) for name, value in named.items()}
     for group, rows in {held_out.name: ("eval", held_out), prompts.name: ("prompts", prompts)}.values():
         if rows.rows is not None and rows.name != f"{group}.text":
             digests[rows.name if rows.name in given else f"{group}.dataset"] = digest(rows.rows)
