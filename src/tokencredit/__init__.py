@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from tokencredit.settings.training import UpdateConfig as UpdateConfig
     from tokencredit.text.callbacks import Callback as Callback
     from tokencredit.text.offline.offline_trainer import OfflineTrainer as OfflineTrainer
-    from tokencredit.text.policy import load as load
     from tokencredit.text.ppo_trainer import PPOTrainer as PPOTrainer
     from tokencredit.text.rewards.calls import Term as Term
+    from tokencredit.tools.load_run import load as load
 
     __version__: str
 

@@ -10,7 +10,7 @@ import pytest
 from tokencredit.errors import ConfigError
 from tokencredit.report.comparison_stats import (
     POINTS,
-    Group,
+    RunGroup,
     axes,
     bootstrap,
     choose_metric,
@@ -306,7 +306,7 @@ def test_runs_are_called_by_what_tells_them_apart():
 
 def group(label, *ends, iterations=3, metric="reward"):
     rows = [[{"iteration": i, metric: float(end)} for i in range(1, iterations + 1)] for end in ends]
-    return Group(label, [Run(Path(label), {}, found, [], {}) for found in rows], [{} for _ in ends])
+    return RunGroup(label, [Run(Path(label), {}, found, [], {}) for found in rows], [{} for _ in ends])
 
 
 def test_a_clear_difference_has_its_size_and_interval():

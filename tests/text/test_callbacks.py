@@ -6,7 +6,9 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from helpers.commands import imported
+from helpers.runs import metrics
 from tokencredit import Callback, ConfigError, PPOConfig, PPOTrainer
+from tokencredit.errors import RunStopped
 from tokencredit.text.callbacks import EVENTS, check_callbacks
 
 STAGES = ("iteration", "rollout", "reference", "reward", "update", "evaluation", "audit")
@@ -139,6 +141,42 @@ def test_the_trainer_calls_each_method_in_turn(tmp_path):
         ("after_iteration", 1, 2),
     ]
     assert metrics["mine"] == 7.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["before_update", "after_update", "before_evaluation", "after_iteration"])
+def test_an_iteration_whose_callback_fails_is_resumed_after_its_update(event, tmp_path):
+    """As a run that was never stopped, whose iteration 3 lacks no more than its evaluation."""
+
+    def fail(self, trainer, **results):
+        if len(trainer.record.history) == 2 and failing:
+            results.get("metrics", {})["mine"] = "no number"
+            raise ValueError("mine")
+
+    def trained(name, resume=False):
+        settings = {"rollout": {"batch_size": 4, "max_new_tokens": 4}, "run.dir": str(tmp_path / name)}
+        settings |= {"kl.target": 1.0, "eval": {"every": 1, "samples": 2}}
+        settings |= {"ppo.minibatches": 1, "run.iterations": 4}
+        watcher = type("Watcher", (Callback,), {event: fail})() if name == "cut" and failing else Callback()
+        return PPOTrainer(args=PPOConfig.from_dict(settings), callbacks=[watcher]).train(resume_from_checkpoint=resume)
+
+    failing = False
+    trained("whole")
+    failing = True
+    with pytest.raises(RunStopped, match=rf"stopped in iteration 3: {event} of the callback Watcher raised Val"):
+        trained("cut")
+    done = 2 if event == "before_update" else 3
+    assert max(int(folder.name) for folder in (tmp_path / "cut" / "checkpoints").iterdir()) == done
+    failing = False
+    trained("cut", resume=True)
+    rows, expected = metrics(tmp_path / "cut"), metrics(tmp_path / "whole")
+    timed = ("seconds", "tokens_per_second")
+    for row, other in zip(rows, expected, strict=True):
+        same = {key: x for key, x in other.items() if not key.startswith(timed) and (key in row or "eval/" not in key)}
+        assert {key: x for key, x in row.items() if not key.startswith(timed)} == same
+    assert [row["iteration"] for row in rows if "eval/reward" not in row] == [3] * (
+        event in ("after_update", "before_evaluation")
+    )
 
 
 def test_callbacks_may_be_none_or_any_iterable():

@@ -138,9 +138,3 @@ def test_a_conversation_and_several_texts_are_prompts(tmp_path, chat_model):
     for wrong in ([], [asked, "a"], [3], 3):
         with pytest.raises(ConfigError, match="it must be a text, a list of texts, or a list of messages"):
             policy.generate(wrong)
-
-
-def test_the_run_of_an_agent_is_named_with_its_command(tmp_path):
-    (tmp_path / "config.yaml").write_text("env: {id: CartPole-v1}\n")
-    with pytest.raises(ConfigError, match=r"is the run of an agent, .* play its episodes with: tokencredit play "):
-        load(tmp_path)

@@ -6,7 +6,6 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-from tokencredit.commands.train import require_gymnasium
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import AUDIT, RunFolder
 from tokencredit.runs.untrusted import visible
@@ -24,6 +23,7 @@ from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import CONTROL, read_config, read_policy_config, run_config_file, run_kind_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
+from tokencredit.tools.load_run import require_gymnasium
 
 
 def audit_parser() -> Parser:

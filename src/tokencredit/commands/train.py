@@ -29,6 +29,7 @@ from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, configure
 from tokencredit.settings.text import PPOConfig
+from tokencredit.tools.load_run import require_gymnasium
 
 if TYPE_CHECKING:
     from tokencredit.tools.sweep.launch import Launcher, Resources
@@ -69,14 +70,6 @@ def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, opt
             f"run.dir is {config.run.dir!r}, and --resume continues {options.resume!r} in its own folder; leave out "
             "run.dir"
         )
-
-
-def require_gymnasium() -> None:
-    """Raise `ConfigError` if the Gymnasium world is not installed."""
-    try:
-        import gymnasium  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("agents need Gymnasium, which is not installed: pip install tokencredit[control]") from error
 
 
 def control(options: Options) -> None:

@@ -79,7 +79,6 @@ def play(
     Raises `EpisodesUnfinished` if an episode does not end within `MAX_REPLAY_STEPS`, or `overdue` becomes true.
     """
     generator = torch.Generator().manual_seed(seed)
-    distribution = agent.distribution
     quota = [count // envs.num_envs + (i < count % envs.num_envs) for i in range(envs.num_envs)]
     episodes: list[list[tuple[float, int]]] = [[] for _ in quota]
     lengths, unfinished = np.zeros(envs.num_envs, dtype=int), np.array(quota) > 0
@@ -93,12 +92,7 @@ def play(
                     f"an episode has not ended after {MAX_REPLAY_STEPS:,} steps; set a limit, such as env.kwargs: "
                     "{max_episode_steps: 1000}, or eval.episodes to 0"
                 )
-            outputs = agent.outputs(torch.from_numpy(observation))
-            if greedy:
-                actions = distribution.greedy(outputs)
-            else:
-                actions = distribution.sample(outputs, distribution.noise((envs.num_envs,), generator))
-            observation, _, _, _, info = envs.step(distribution.to_env(actions.numpy()))
+            observation, _, _, _, info = envs.step(choose_actions(agent, observation, greedy, generator))
             lengths += 1
             for copy in np.flatnonzero(info["_episode"]) if "episode" in info else ():
                 lengths[copy] = 0
@@ -106,6 +100,17 @@ def play(
                     episodes[copy].append((float(info["episode"]["r"][copy]), int(info["episode"]["l"][copy])))
                     unfinished[copy] = len(episodes[copy]) < quota[copy]
     return [episode for done in episodes for episode in done]
+
+
+@torch.no_grad()
+def choose_actions(agent: Agent, observations: np.ndarray, greedy: bool, generator: torch.Generator) -> np.ndarray:
+    """The agent's most likely or sampled actions for observations `[copies, size]`, in the environment's format."""
+    distribution, outputs = agent.distribution, agent.outputs(torch.from_numpy(observations))
+    if greedy:
+        actions = distribution.greedy(outputs)
+    else:
+        actions = distribution.sample(outputs, distribution.noise((len(observations),), generator))
+    return distribution.to_env(actions.numpy())
 
 
 def episode_metrics(prefix: str, episodes: list[tuple[float, int]]) -> dict[str, float]:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from gymnasium.spaces import Discrete
@@ -34,7 +33,7 @@ from tokencredit.learn.rng import preserved, random_state, set_random_state, set
 from tokencredit.learn.state import nbytes
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
 from tokencredit.report.page import LARGEST, write_final_report
-from tokencredit.runs.loop import State, run
+from tokencredit.runs.loop import Iteration, State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import AgentConfig, ControlConfig
@@ -76,6 +75,8 @@ class ControlTrainer:
         self.notes: Sequence[str] = ()
         self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
         self.steps = 0
+        self.progress: Iteration | None = None
+        """Metrics of the iteration, and no samples, once its update is complete."""
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
         """Run all iterations, write the run's folder, and return the summary; see docs/resuming.md.
@@ -102,9 +103,10 @@ class ControlTrainer:
         steps = f"{args.run.iterations:,} iterations of {args.env.number * args.steps:,} steps"
         yield "run", f"{self.record.folder.path}, {steps}"
 
-    def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def iteration(self, number: int) -> Iteration:
         """Collect a rollout, compute credit, update, evaluate if due; returns metrics, and no samples."""
         started, args = time.perf_counter(), self.args
+        self.progress = None
         # Learning rates first: both the update and the metrics need those of this iteration.
         metrics: dict[str, float] = {"iteration": number} | self.learner.set_rates(number)
         try:
@@ -135,6 +137,7 @@ class ControlTrainer:
             "steps_per_second": steps / seconds,
         }
         # Evaluate and audit last, so that their time is not in the figures above; they change nothing of the run.
+        self.progress = metrics, []
         if number == args.run.iterations or (args.eval.every and number % args.eval.every == 0):
             metrics |= self._by_main(partial(self.evaluate, number))
         if args.audit.every and number % args.audit.every == 0:
@@ -217,6 +220,10 @@ class ControlTrainer:
             return ()
         copies, why = ", ".join(map(str, lost)), "seed and actions do not determine their course"
         return [f"environments {copies} could not be restored ({why}); they start a new episode"]
+
+    def learned(self) -> Iteration | None:
+        """The metrics of an iteration that failed after its update, in an evaluation or audit; None otherwise."""
+        return self.progress
 
     def rewind(self) -> bool:
         """Return false: environments cannot rewind to the start of an iteration."""

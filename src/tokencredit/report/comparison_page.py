@@ -20,7 +20,7 @@ from tokencredit.report.comparison_stats import (
     MISSING,
     SEED,
     Curve,
-    Group,
+    RunGroup,
     axes,
     choose_metric,
     curve,
@@ -112,7 +112,7 @@ def write_comparison(
 
 
 def render(
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     curves: Curves,
     sentences: Sequence[str],
     titles: dict[str, str],
@@ -163,7 +163,7 @@ def basis(count: int) -> str:
     return text + (", which is too narrow for so few (docs/compare.md)" if count < ENOUGH else "")
 
 
-def linked(group: Group, out: Path) -> list[tuple[str, str, str | None]]:
+def linked(group: RunGroup, out: Path) -> list[tuple[str, str, str | None]]:
     """Name, seed and link of each run; a link leads from `out` to the run's report, None without one."""
     return [
         (name, found.get(SEED, MISSING), link(run.path / REPORT, out))
@@ -176,7 +176,7 @@ def link(page: Path, out: Path) -> str | None:
     return quote(os.fsencode(os.path.relpath(page, out))) if page.is_file() else None
 
 
-def notes(group: Group, lines: dict[str, Curve]) -> list[str]:
+def notes(group: RunGroup, lines: dict[str, Curve]) -> list[str]:
     """Limitations of a group's curve; `lines` are curves by axis title."""
     texts, called = [], names([run.path for run in group.runs])
     ends = [x[-1] for x, _ in lines["iterations"].runs]
@@ -195,7 +195,7 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 2] + " …"
 
 
-def style(number: int, group: Group) -> dict[str, Any]:
+def style(number: int, group: RunGroup) -> dict[str, Any]:
     """Colour and dash of a group."""
     dash = list(DASHES)[number // len(COLOURS) % len(DASHES)]
     strokes = " ".join(map(str, DASHES[dash]))
@@ -230,7 +230,7 @@ def reach(lines: Sequence[Curve]) -> list[float]:
     return [low - margin, high + margin]
 
 
-def draw(file: Path, groups: Sequence[Group], lines: Sequence[Curve], title: str, metric: str) -> None:
+def draw(file: Path, groups: Sequence[RunGroup], lines: Sequence[Curve], title: str, metric: str) -> None:
     """Write the curves as a figure; names and settings are plain text in it."""
     labels = [cut(visible(group.label), LEGEND) for group in groups]
     columns = 2 if max(map(len, labels)) < LEGEND // 2 else 1

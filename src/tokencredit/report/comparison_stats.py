@@ -48,7 +48,7 @@ LOSSES = ("loss", "perplexity")
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs that form one curve."""
 
     label: str
@@ -105,7 +105,7 @@ def without_seed(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in settings.items() if key not in (SEED, FOLDER)}
 
 
-def group_runs(runs: Sequence[Run], key: str | None = None) -> list[Group]:
+def group_runs(runs: Sequence[Run], key: str | None = None) -> list[RunGroup]:
     """Groups of runs, in the order given.
 
     Args:
@@ -130,7 +130,7 @@ def group_runs(runs: Sequence[Run], key: str | None = None) -> list[Group]:
     if not differ or max(map(len, labels)) > LABEL:
         labels = [called[part[0]] + (f" and {len(part) - 1} more" if len(part) > 1 else "") for part in members]
     return [
-        Group(label, [runs[i] for i in part], [settings[i] for i in part])
+        RunGroup(label, [runs[i] for i in part], [settings[i] for i in part])
         for label, part in zip(labels, members, strict=True)
     ]
 
@@ -146,7 +146,7 @@ def differing(groups: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
     return [key for key in keys if any(values(part, key) != values(groups[0], key) for part in groups)]
 
 
-def reward_keys(groups: Sequence[Group], metric: str) -> list[str]:
+def reward_keys(groups: Sequence[RunGroup], metric: str) -> list[str]:
     """Keys in which the rewards of language-model runs differ, if the metric is their reward; sources come first."""
     if metric not in (TEXT.headline, TEXT.evaluation):
         return []
@@ -156,12 +156,12 @@ def reward_keys(groups: Sequence[Group], metric: str) -> list[str]:
     return sorted(other, key=lambda key: key.rpartition(".")[2] not in KINDS)
 
 
-def varying(group: Group) -> list[str]:
+def varying(group: RunGroup) -> list[str]:
     """Keys in which runs of one group differ, besides seed and folder; only possible when grouping by a key."""
     return differing([[settings] for settings in group.settings])
 
 
-def repeated(group: Group) -> Iterator[tuple[str, str]]:
+def repeated(group: RunGroup) -> Iterator[tuple[str, str]]:
     """Duplicate runs: pairs of names with identical settings and seed."""
     pairs = zip(group.runs, group.settings, strict=True)
     for (one, a), (two, b) in combinations(pairs, 2):
@@ -263,7 +263,7 @@ def curve(runs: Sequence[Run], metric: str, axis: str, smooth: int = 1) -> Curve
     return Curve(grid, estimate(np.stack([np.interp(grid, x, y) for x, y in lines])), lines)
 
 
-def outcomes(groups: Sequence[Group], metric: str) -> tuple[list[str], list[list[str]]]:
+def outcomes(groups: Sequence[RunGroup], metric: str) -> tuple[list[str], list[list[str]]]:
     """The table of outcomes: column names, and a row of cells per group; columns without any number are left out."""
     run_kind = run_kind_of(groups[0].runs[0].config)
     measures: dict[str, Callable[[Run], float | None]] = {
@@ -315,7 +315,7 @@ def cell(found: Sequence[float | None]) -> str:
     return text + (f" ({len(numbers)} of {len(found)} runs)" if len(numbers) < len(found) else "")
 
 
-def verdict(groups: Sequence[Group], metric: str) -> list[str]:
+def verdict(groups: Sequence[RunGroup], metric: str) -> list[str]:
     """Sentences on the two groups that end highest, a loss lowest, or on the only group; first, if rewards differ, so.
 
     A run ends at its mean over the last iterations, a group at the interquartile mean of its runs. The interval of the

@@ -12,11 +12,14 @@ from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.resuming import saved
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.training import RunSettings
 
 State = dict[str, Any]
 """A tree of dicts, lists, numbers, texts, None and tensors, for `checkpoint.write_checkpoint`."""
+Iteration = tuple[dict[str, float], list[dict[str, Any]]]
+"""Metrics and samples of an iteration."""
 
 
 class Trainer(Protocol):
@@ -33,7 +36,7 @@ class Trainer(Protocol):
     def overview(self) -> Iterable[tuple[str, str]]:
         """What the run trains, and where: pairs of a label and a text."""
 
-    def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def iteration(self, number: int) -> Iteration:
         """Run one iteration; returns its metrics and samples."""
 
     def state(self) -> tuple[State, State]:
@@ -47,6 +50,9 @@ class Trainer(Protocol):
 
         Returns lines for the user.
         """
+
+    def learned(self) -> Iteration | None:
+        """Metrics and samples so far of the failed iteration if its update was complete, else None."""
 
     def rewind(self) -> bool:
         """Restore the start of the failed iteration if nothing was learned in it; returns true on success."""
@@ -198,15 +204,24 @@ def _failed(trainer: Trainer, number: int, error: BaseException) -> RunStopped:
         record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
     else:
         lines.append("other processes did not stop with this one, so nothing more is saved")
+    if (newest := saved(record.folder.path)[-1:]) and newest[0] < number - 1:
+        lines.append(f"the newest checkpoint is of iteration {newest[0]}")
     kind = EngineLost if isinstance(error, EngineLost) else RunStopped
     return kind("; ".join([*lines, record.how_to_resume()]))
 
 
 def _save_partial(trainer: Trainer, number: int, error: BaseException) -> Iterator[str]:
     """Save a checkpoint and the policy; yields a line for each that cannot be saved."""
+    record = trainer.record
     try:
         if trainer.rewind():
-            trainer.record.checkpoint(number - 1, *trainer.state())
+            record.checkpoint(number - 1, *trainer.state())
+        elif len(record.history) < number:
+            # An iteration that failed after its update ends here, without what it would have measured next.
+            learned = trainer.learned()
+            if record.processes.all(learned is not None) and learned is not None:
+                record.iteration(*learned)
+                record.checkpoint(number, *trainer.state())
     except Exception as again:
         yield f"its checkpoint could not be written: {_reason(again)}"
     cause = "a file that could not be written" if isinstance(error, OSError) else RunStopped.stopped_by

@@ -283,7 +283,7 @@ class Stages:
     """Runs and times a trainer's stages, and calls its callbacks.
 
     Attributes:
-        seconds: duration of each stage; the trainer sets a new dict for each iteration.
+        seconds: duration of each stage of the iteration.
     """
 
     def __init__(self, trainer: Any, callbacks: Sequence[Any]):
@@ -299,6 +299,8 @@ class Stages:
             OutOfMemory: the stage ran out of memory.
             RunStopped: a callback raised, or set a metric to something other than a number.
         """
+        if name == "iteration":
+            self.seconds = {}
         self._call(f"before_{name}")
         results: dict[str, Any] = {}
         started = time.perf_counter()
@@ -315,6 +317,13 @@ class Stages:
         for metric, value in results.get("metrics", {}).items():
             if not isinstance(value, Real):
                 raise RunStopped(f"a callback set metrics[{metric!r}] to {visible(repr(value))}; it must be a number")
+
+    def times(self, tokens: float) -> dict[str, float]:
+        """Metrics of the time of an iteration, or of its stages so far, in which so many tokens were sampled."""
+        stages = dict(self.seconds)
+        seconds = stages.pop("iteration", sum(stages.values()))
+        named = {f"seconds/{stage}": spent for stage, spent in stages.items()}
+        return {"seconds": seconds} | named | {"tokens_per_second": tokens / seconds}
 
     def _call(self, event: str, **results: Any) -> None:
         for callback in self.callbacks:

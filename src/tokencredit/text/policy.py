@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.runs.folder import read_python
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.run_kind import CONTROL, read_policy_config, read_source, run_kind_of, with_engine
+from tokencredit.settings.run_kind import read_policy_config, read_source, with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
@@ -185,7 +183,7 @@ class Policy:
 
 
 def load(run: str | Path, which: str = "policy") -> Policy:
-    """Load the policy of a run.
+    """Load the policy of a language model's run.
 
     Args:
         run: the folder of a finished run.
@@ -195,11 +193,4 @@ def load(run: str | Path, which: str = "policy") -> Policy:
         ConfigError: the folder holds no run, or the run has no such policy.
     """
     folder = Path(run).expanduser()
-    if (folder / "config.yaml").is_file():
-        settings = read_yaml(folder / "config.yaml")
-        if isinstance(settings, Mapping) and run_kind_of(settings) is CONTROL:
-            raise ConfigError(
-                f"{str(run)!r} is the run of an agent, and load is for language models; play its episodes with: "
-                f"tokencredit play {quote(str(run))}"
-            )
     return Policy(folder, with_engine(read_policy_config(folder)), which)

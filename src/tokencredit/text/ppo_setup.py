@@ -208,6 +208,15 @@ def source_digests(
     return {name: value for name, value in digests.items() if value is not None}
 
 
+def next_steps(args: PPOConfig, given: list[str], *, audits: bool) -> dict[str, str]:
+    """Commands and calls for a trained run, with their meaning; `given` are names of arguments from Python."""
+    prompt = " --prompt TEXT" if {"train_dataset", "environment_factory", "tools"} & set(given) else ""
+    steps = {f"tokencredit generate RUN{prompt}": "completions of the trained policy"}
+    if audits and (args.run.save_every or given):
+        steps["trainer.audit()" if given else "tokencredit audit RUN"] = "audit of the credit"
+    return steps
+
+
 def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:
     """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
     own = [name for name in OWN_COLUMNS if name != "ref_logprobs" or models.reference is not None]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, sharded_parameters, trainable
 from tokencredit.report.card import model_card
 from tokencredit.report.page import LARGEST, write_final_report
-from tokencredit.runs.loop import State, run
+from tokencredit.runs.loop import Iteration, State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
@@ -119,8 +120,8 @@ class PPOTrainer:
             rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
             prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows.values())
             self.prompts, self.eval_prompts = prepared
-            python = {"tools": tools or None, "environment_factory": environment_factory, "peft_config": peft_config}
-            given = {"reward_funcs": reward_funcs} | rows | python
+            given = {"reward_funcs": reward_funcs, **rows, "tools": tools or None}
+            given |= {"environment_factory": environment_factory, "peft_config": peft_config}
             self.origin = origin(lm, self.tokenizer, given)
             self.record.from_python = self.origin["given"]
             self.record.sources = setup.source_digests(args, given, *prepared)
@@ -159,6 +160,8 @@ class PPOTrainer:
         """Metrics of problems with episodes that an event has reported."""
         self.before: State | None = None
         """Resumable state other than weights when the iteration began; None once it changes weights."""
+        self.updated: dict[str, float] | None = None
+        """Metrics of the iteration's update; None until it is complete."""
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
         """Run all iterations, write the run's folder, and return its summary.
@@ -210,16 +213,15 @@ class PPOTrainer:
         if self.record.due(0, last=False):
             self.record.checkpoint(0, *self.state())
 
-    def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def iteration(self, number: int) -> Iteration:
         """Collect completions, assign credit, update; returns the iteration's metrics and samples."""
         # Kept until weights change: an iteration that fails before can be done again, here or in a resumed run.
         self.before = self._loop_state()
-        seconds: dict[str, float] = {}
-        self.stages.seconds = seconds
         with self.stages("iteration") as results:
-            metrics: dict[str, float] = {"iteration": number}
+            metrics: dict[str, float] = {"iteration": number} | self.learner.set_rates(number)
+            metrics |= self.pretrained or {} if number == 1 else {}
             samples: list[dict[str, Any]] = []
-            rates = self.learner.set_rates(number)
+            self.progress, self.updated = (metrics, samples), None
             try:
                 # 1. Collect: completions of the policy, with log-probs of the reference model and scores.
                 scored = self.collect()
@@ -233,28 +235,29 @@ class PPOTrainer:
             except UnusableBatch as bad:
                 # Nothing is learned from a batch with numbers that are not finite; too many of them end the run.
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), diverged=bad.diverged, texts=bad.texts)
-                self.before = None  # the batch is counted
+                self.before, self.updated = None, {}  # the batch is counted
                 metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
             else:
                 # The batch is measured before it is learned from.
                 metrics |= batch.metrics(self.processes) | self.credit.metrics()
                 # 3. Update policy and critic, and give the engine their weights.
-                metrics |= self.update(number, batch, experience)
-                # The KL coefficient of the next iteration follows the KL of this one's samples.
-                if "kl" in metrics:
-                    self.credit.kl.update(metrics["kl"], self.args.rollout.batch_size)
-                samples = self._samples(number, batch)
-            metrics |= rates | (self.pretrained or {} if number == 1 else {})
+                metrics |= self.update(number, batch, experience, metrics.get("kl"))
+                samples += self._samples(number, batch)
             # 4. Evaluate and audit if due. What is returned here, `runs.loop.run` writes down.
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
             if self.auditor is not None and self.args.audit.every and number % self.args.audit.every == 0:
                 metrics |= self.auditor.measure(number, self.stages, self.record, self.tokenizer)
             results |= {"metrics": metrics, "samples": samples}
-        metrics["seconds"] = seconds.pop("iteration")
-        metrics |= {f"seconds/{stage}": spent for stage, spent in seconds.items()}
-        metrics["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]
-        return metrics, samples
+        return metrics | self.stages.times(metrics["tokens"]), samples
+
+    def learned(self) -> Iteration | None:
+        """Metrics and samples so far of an iteration that failed after its update; None if it failed before."""
+        if self.updated is None:
+            return None
+        metrics, samples = self.progress
+        metrics = {name: x for name, x in (metrics | self.updated).items() if isinstance(x, Real)}  # a callback's too
+        return metrics | self.stages.times(metrics["tokens"]), samples
 
     def collect(self) -> Batch:
         """Sample the next batch from the current policy, and score it; errors as in `Pipeline.collect`."""
@@ -269,15 +272,19 @@ class PPOTrainer:
                 self.record.event(line)
         return scored
 
-    def update(self, number: int, batch: Batch, experience: Experience) -> dict[str, float]:
-        """Train policy and critic on a batch, only the critic during its warm-up; returns the update's metrics."""
-        self.before = None
+    def update(self, number: int, batch: Batch, experience: Experience, kl: float | None = None) -> dict[str, float]:
+        """Train policy and critic on a batch of this KL, only the critic during its warm-up; returns metrics."""
         self.learner.objective = replace(self.learner.objective, kl_coef=self.credit.kl.coef)
         critic = () if self.policy.critic is None else trainable(self.policy.critic)
         frozen = self.args.critic.frozen(number, trainable(self.policy.lm), critic)
         with self.stages("update") as results, self.pipeline.precision.updates():
             on_step = partial(count_step, self.record, number, batch)
+            self.before = None
             metrics = results["metrics"] = self.learner.update(experience, frozen=frozen, on_step=on_step)
+            # The KL coefficient of the next iteration follows the KL of this one's samples.
+            if kl is not None:
+                self.credit.kl.update(kl, self.args.rollout.batch_size)
+            self.updated = dict(metrics)  # whatever fails from here on, the iteration counts
         self.pipeline.weights_changed(self.record.event)
         self.source.weights_changed()
         return metrics
@@ -310,8 +317,7 @@ class PPOTrainer:
         except (UnusableBatch, EngineLost) as error:
             self.record.event(f"an evaluation is skipped: {error}")
             return {}
-        best = metrics["eval/reward"] > self.record.best and self.record.folder.path.is_dir()
-        if self.processes.first(best):
+        if self.processes.first(metrics["eval/reward"] > self.record.best and self.record.folder.path.is_dir()):
             with self.record.replaced("best", self.sharded) as folder:
                 if folder is not None:
                     save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
@@ -365,22 +371,16 @@ class PPOTrainer:
 
         Processes must call it together.
         """
-        before = self.before
-        if not self.processes.all(before is not None) or before is None:
+        if not self.processes.all(self.before is not None) or self.before is None:
             return False
-        self._restore(before)
+        self._restore(self.before)
         return True
 
     def finish(self, stopped_by: str) -> Summary:
         """Write policy, summary and report, upload the policy of a run that is at its end, and return the summary."""
         summary = self.record.end(stopped_by, self._save, in_all=self.sharded)
         write_final_report(self.record)
-        command = "trainer.audit()" if self.origin["given"] else "tokencredit audit RUN"
-        can_audit = self.auditor is not None and (self.args.run.save_every or self.origin["given"])
-        audit = {command: "audit of the credit"} if can_audit else {}
-        lost = {"train_dataset", "environment_factory", "tools"} & set(self.origin["given"])
-        prompt = " --prompt TEXT" if lost else ""
-        self.record.next_steps({f"tokencredit generate RUN{prompt}": "completions of the trained policy"} | audit)
+        self.record.next_steps(setup.next_steps(self.args, self.origin["given"], audits=self.auditor is not None))
         if (repository := self.args.run.push_to_hub) and self.processes.main:
             if stopped_by == "iterations" or stopped_by.startswith("stop."):
                 upload(self.record.folder.path / "policy", repository)

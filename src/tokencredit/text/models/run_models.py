@@ -150,12 +150,17 @@ def build_models(
     if precision.bfloat16 and sharding is None:
         if reference is not None and reference is not policy:
             round_frozen(reference.lm)
-        adapter, on_gpu = policy.adapter, precision.device.type == "cuda"
-        autocast = args.rollout.engine != "continuous"  # Transformers calls it in a thread without autocast
-        if named and on_gpu and autocast and adapter is not None and adapter.adds and not adapter.whole:
+        if named and _rounds_policy(args, policy, precision):
             round_frozen(policy.lm)
     in_step = sharding.processes if sharding is not None and args.sharding.sampling == "layers" else None
     return Models(policy, reference, tokenizer, precision, [*precision.notes, *notes], in_step)
+
+
+def _rounds_policy(args: PPOConfig, policy: ActorCritic, precision: Precision) -> bool:
+    """True if the weights under a policy's adapter can be in bfloat16: on a GPU, and where passes have autocast."""
+    adapter, on_gpu = policy.adapter, precision.device.type == "cuda"
+    autocast = args.rollout.engine != "continuous"  # Transformers calls it in a thread without autocast
+    return on_gpu and autocast and adapter is not None and adapter.adds and not adapter.whole
 
 
 def _place(model: ActorCritic, device: torch.device) -> None:

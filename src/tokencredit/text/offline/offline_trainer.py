@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from tokencredit.learn.state import (
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import drop_gradients
 from tokencredit.report.page import LARGEST, write_final_report
-from tokencredit.runs.loop import State, run
+from tokencredit.runs.loop import Iteration, State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.offline import DPOConfig, OfflineSettings
@@ -95,6 +95,8 @@ class OfflineTrainer:
         self.stopping = EarlyStopping()
         self.drawn = 0
         """Rows read so far, over all processes; the position in the data."""
+        self.progress: Iteration | None = None
+        """Metrics of the iteration, and no samples, once its step is taken."""
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
         """Run all iterations, write the run's folder, and return its summary; raises as `PPOTrainer.train`."""
@@ -123,12 +125,14 @@ class OfflineTrainer:
         passes = f"{self.steps * batch / len(self.examples):.3g} passes over the data"
         yield "run", f"{self.record.folder.path}, {self.steps:,} iterations of {batch:,} rows: {passes}"
 
-    def iteration(self, number: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def iteration(self, number: int) -> Iteration:
         """Take one optimizer step; returns the iteration's metrics, and no samples."""
-        started = time.perf_counter()
+        started, self.progress = time.perf_counter(), None
         rates = set_rates(self.optimizer, self.schedule(number - 1))
         metrics = {"iteration": number} | self._step(number, self._next_batch()) | {"lr": rates[0]}
         metrics["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - started)
+        metrics["seconds"] = time.perf_counter() - started
+        self.progress = metrics, []
         every = self.args.eval.every
         if self.held_out and (number == self.steps or (every and number % every == 0)):
             metrics |= {f"eval/{name}": value for name, value in self.evaluate().items()}
@@ -239,6 +243,10 @@ class OfflineTrainer:
         self.drawn = state["drawn"]
         rng.set_random_state(state["process"]["random"])
         return ()
+
+    def learned(self) -> Iteration | None:
+        """The metrics of an iteration that failed after its step, in an evaluation; None otherwise."""
+        return self.progress
 
     def rewind(self) -> bool:
         """False: a step that failed may have drawn random numbers."""

@@ -1,0 +1,48 @@
+"""Load what a run trained: `tokencredit.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.reader import read_yaml
+from tokencredit.settings.run_kind import CONTROL, read_config, run_kind_of
+
+if TYPE_CHECKING:
+    from tokencredit.control.trained_agent import TrainedAgent
+    from tokencredit.text.policy import Policy
+
+
+def load(run: str | Path, which: str = "policy") -> Policy | TrainedAgent:
+    """The policy of a language model's run, or the agent of a run of `tokencredit control`.
+
+    Args:
+        run: the folder of a finished run.
+        which: `policy`, `best`, or `base` for the model that the run started from; an agent has only `policy`.
+
+    Raises:
+        ConfigError: the folder holds no run, or the run has no such policy.
+    """
+    file = Path(run).expanduser() / "config.yaml"
+    settings = read_yaml(file) if file.is_file() else None
+    if not isinstance(settings, Mapping) or run_kind_of(settings) is not CONTROL:
+        from tokencredit.text import policy
+
+        return policy.load(run, which)
+    if which != "policy":
+        raise ConfigError(f"which is {which!r}; the run of an agent has only its 'policy'")
+    require_gymnasium()
+    from tokencredit.control.trained_agent import TrainedAgent
+
+    return TrainedAgent(file.parent, read_config(file, ControlConfig))
+
+
+def require_gymnasium() -> None:
+    """Raise `ConfigError` if the Gymnasium world is not installed."""
+    try:
+        import gymnasium  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("agents need Gymnasium, which is not installed: pip install tokencredit[control]") from error
