@@ -104,29 +104,16 @@ DISEASES = {
     "mismatch": {"first_ratio_error": lambda i: 0.05},
     "engine_mismatch": {"behavior_kl": lambda i: 0.05, "behavior_ratio": lambda i: 1.0},
     "stale_samples": {"behavior_kl": lambda i: 0.2, "age_max": lambda i: 4.0, "age_mean": lambda i: 3.5},
-    "negative_kl": {"kl": lambda i: -2.0},
     "no_step": {"bad_steps": lambda i: 1, "loss": lambda i: math.nan},
     "not_moved": {"kl": lambda i: 1e-6 * (-1) ** i},
     "all_masked": {"masked": lambda i: 1.0},
-    "degenerate": {"distinct_2": ramp(0.6, 0.05)},
+    "degenerate": {"ref_logprob": ramp(-2.0, -4.0)},
     "kl_runaway": {"kl": ramp(0.0, 60.0)},
     "entropy_collapse": {"entropy": ramp(2.0, 0.01)},
-    "clip_high": {"clip_fraction": lambda i: 0.6},
+    "clip_high": {"clip_fraction": lambda i: 0.6} | SLOW,
     "clip_low": {"clip_fraction": lambda i: 0.0} | SLOW,
     "entropy_explodes": {"entropy": ramp(1.0, 4.0)},
     "discounted": {"reward": lambda i: 0.5},
-    "large_rewards": {
-        "reward": lambda i: 92.0,
-        "reward_std": lambda i: 20.0,
-        "value_mean": lambda i: 0.5 * i,
-        "grad_norm": lambda i: 100.0,
-    },
-    "critic_lags": {
-        "reward": lambda i: 3.0,
-        "value_mean": lambda i: 0.01 * i,
-        "explained_variance": lambda i: 0.0,
-        "kl": lambda i: 0.02 * i,
-    },
     "explained_variance": {"explained_variance": lambda i: -0.5} | SLOW,
     "pretraining": {
         "pretrain/explained_variance": lambda i: math.nan if i else -0.1,
@@ -136,16 +123,12 @@ DISEASES = {
     "critic_flat": in_audits("spread_high", 0.1),
     "lam_low": in_audits("raise_lam", 0.2),
     "lam_high": in_audits("lower_lam", 0.2),
-    "value_loss": {"value_loss": lambda i: 0.02 * 1.3**i, "explained_variance": lambda i: 0.1},
-    "truncated": {"truncated": lambda i: 0.9},
+    "truncated": {"truncated": lambda i: 0.95},
     "constant_term": {"reward_std/b": lambda i: 0.0},
     "dominant_term": {"reward_std/b": lambda i: 5.0},
-    "always_clipped": {"grad_norm": lambda i: 3000.0, "clip_fraction": lambda i: 0.001},
     "flat_reward": {"reward": lambda i: 0.5, "kl": lambda i: 0.02 * i},
-    "rare_reward": {"reward_std": lambda i: 0.0 if i % 3 else 0.2, "reward": lambda i: 0.01},
-    "equal_groups": {"advantage_std": lambda i: 0.4, "reward": lambda i: 0.5 + 0.002 * i},
+    "equal_scores": {"reward_std": lambda i: 0.0 if i % 3 else 0.2, "reward": lambda i: 0.01},
     "evaluation_disagrees": {"eval/reward": lambda i: 0.5 - 0.001 * i},
-    "grows_long": {"reward": ramp(0.5, 0.9), "length": ramp(20.0, 30.0), "truncated": ramp(0.2, 1.0)},
     "stop_unused": {"stopped": lambda i: 0.0},
     "ends_at_once": {"length": lambda i: 1.2},
     "environment_fails": of_episodes(**{"ending/error": 0.9}),
@@ -159,9 +142,6 @@ DISEASES = {
 
 SETTINGS = {
     "discounted": CONFIG | {"advantage": {"estimator": "gae", "gamma": 0.5}},
-    "large_rewards": CONFIG | {"critic": {"kind": "shared", "coef": 0.5}},
-    "equal_groups": CONFIG
-    | {"advantage": {"estimator": "group_relative", "scale": True}, "rollout": {"stop_at_eos": True, "per_prompt": 4}},
     "stop_unused": CONFIG | {"rollout": {"stop_at_eos": True, "stop": ["###"]}},
 }
 """Configurations of runs whose check reads more than metrics."""
@@ -399,25 +379,12 @@ def test_a_pretraining_is_in_vain_where_the_critic_explains_nothing_new(batches,
     assert names([first, *others]) == ["pretraining"] * vain
 
 
-CLIPPED = {"grad_norm": 3000.0, "clip_fraction": 0.001}
-
-
-@pytest.mark.parametrize(
-    ("changes", "config", "named"),
-    [
-        ({}, {}, True),
-        ({"grad_norm": 150.0}, {}, False),
-        ({"clip_fraction": 0.03}, {}, False),
-        ({}, {"optim": {"warmup": 5, "max_grad_norm": None}}, False),
-        ({}, {"ppo": {"epochs": 1, "minibatches": 1}}, False),
-        ({}, {"algorithm": "policy_gradient"}, False),
-    ],
-    ids=["", "scaled, as CartPole's", "the policy moves", "no limit", "one step, no ratio", "no ratio"],
-)
-def test_a_clipped_gradient_is_a_finding_only_where_the_policy_hardly_moves(changes, config, named):
-    rows = [row | CLIPPED | changes for row in healthy()]
-    assert ("always_clipped" in names(rows, CONFIG | config)) == named
-    assert "always_clipped" not in names([*rows[:39], rows[39] | {"grad_norm": 1.0}], CONFIG | config)
+@pytest.mark.parametrize(("norm", "limit", "named"), [(3000.0, 1.0, True), (150.0, 1.0, False), (3000.0, None, False)])
+def test_a_clipped_gradient_is_a_cause_of_small_updates_if_hardly_anything_of_it_is_left(norm, limit, named):
+    config = CONFIG | {"optim": {"warmup": 5, "max_grad_norm": limit}}
+    (found,) = diagnose([row | {"grad_norm": norm} for row in sick("clip_low")], config)
+    assert found.name == "clip_low"
+    assert ("optim.max_grad_norm" in found.cures[0]) == named
 
 
 @pytest.mark.parametrize(("loss", "named"), [("clip", True), ("gspo", False), ("cispo", False), ("dppo_tv", False)])
@@ -495,7 +462,7 @@ def test_an_environment_that_fails_comes_before_what_it_then_pays():
 
 def test_short_equal_episodes_of_a_solved_task_pass():
     rows = [row | EPISODES | {"length": 20.0 - 0.4 * i, "kl": 1.0} for i, row in enumerate(healthy())]
-    rows = [row | {"distinct": 1.0 - 0.02 * i, "repetition": 0.01 * i} for i, row in enumerate(rows)]
+    rows = [row | {"repetition": 0.01 * i} for i, row in enumerate(rows)]
     assert names(rows) == []
     assert "degenerate" in names([{k: v for k, v in row.items() if k not in EPISODES} for row in rows])
     assert names([row | {"ref_logprob": -2.0 - 0.1 * i} for i, row in enumerate(rows)]) == ["degenerate"]
@@ -552,7 +519,7 @@ def test_no_finding_explains_its_own_cause():
 
 def test_a_collapsed_run_shows_the_cause_alone():
     rows = sick("degenerate")
-    worse = {"explained_variance": -0.5, "truncated": 1.0, "kl": 60.0, "entropy": 0.01}
+    worse = {"explained_variance": -0.5, "truncated": 1.0, "kl": 60.0, "entropy": 0.01, "repetition": 0.6}
     rows = [row | worse if row["iteration"] > 20 else row for row in rows]
     assert names(rows) == ["degenerate"]
 
@@ -590,7 +557,7 @@ def test_an_agent_that_learns_is_not_accused():
 def test_agents_are_advised_keys_that_they_have():
     known, foreign = set(flat(asdict(ControlConfig()))), set(flat(asdict(PPOConfig())))
     rows = [*agent(rise=0.0), *agent(rise=0.0, explained_variance=-0.5, approx_kl_k3=1e-7)]
-    for name in ("explained_variance", "value_loss", "clip_low", "flat_reward", "discounted", "no_step"):
+    for name in ("explained_variance", "clip_low", "flat_reward", "discounted", "no_step"):
         changed = [row | {"iteration": i} for i, row in enumerate(rows)] if name == "flat_reward" else rows
         config = AGENT | {"advantage": {"gamma": 0.5}} if name == "discounted" else AGENT
         for finding in diagnose(changed, config):
@@ -602,20 +569,40 @@ def test_agents_are_advised_keys_that_they_have():
     assert "pretrain" not in found.advice
 
 
-def test_large_rewards_are_named_in_the_first_iteration():
-    config = SETTINGS["large_rewards"]
-    first = sick("large_rewards")[:1]
-    (found,) = diagnose(first, config, ended=False)
-    assert (found.name, found.cures[0]) == ("large_rewards", "set score.normalize: running")
-    assert names(first, config | {"critic": {"kind": "separate", "coef": 0.5}}, ended=False) == []
-    assert names([first[0] | {"grad_norm": 3.0}], config, ended=False) == [], "the gradient is not drowned"
-    assert names([first[0] | {"value_mean": 90.0}], config, ended=False) == []
+def test_the_first_cure_of_a_critic_depends_on_how_it_fails():
+    rows = [row | {"reward": 3.0, "value_mean": 0.4, "explained_variance": 0.0, "kl": 0.1} for row in healthy()]
+    (lags,) = diagnose(rows, CONFIG | {"critic": {"kind": "separate"}}, ended=False)
+    assert (lags.title, lags.cures[0]) == ("the critic lags behind the rewards", "raise critic.lr and critic.trunk_lr")
+    noisy, wild = ([row | {"explained_variance": x} for row in sick("explained_variance")] for x in (-0.5, -5.0))
+    assert [diagnose(rows, CONFIG)[0].cures[0].split(" (")[0] for rows in (noisy, wild)] == [
+        "give the critic more steps",
+        "lower critic.lr",
+    ]
+    assert names(noisy[:19], ended=False) == [], "its first iterations say nothing"
 
 
-def test_the_first_cure_of_a_lagging_critic_depends_on_how_far_it_is():
-    near, far = sick("critic_lags"), [row | {"reward": 97.0} for row in sick("critic_lags")]
-    assert diagnose(near, CONFIG)[0].cures[0] == "raise critic.lr"
-    assert diagnose(far, CONFIG)[0].cures[0] == "set score.normalize: running"
+def test_groups_of_equal_scores_are_counted_by_their_advantages():
+    config = CONFIG | {"advantage": {"estimator": "group_relative", "scale": True}, "rollout": {"per_prompt": 4}}
+    rows = [row | {"advantage_std": 0.4, "kl": 0.1, "reward": 0.5 + 0.002 * i} for i, row in enumerate(healthy())]
+    (found,) = diagnose(rows, config, ended=False)
+    assert (found.title, found.cures[0]) == ("most groups have equal scores", "raise rollout.per_prompt")
+    assert names([row | {"advantage_std": 0.8} for row in rows], config, ended=False) == []
+    assert names(rows, CONFIG, ended=False) == []
+
+
+def test_completions_that_grow_with_the_reward_need_another_advice():
+    rows = [row | {"length": 20 + 0.2 * i, "truncated": min(1.0, 0.2 + 0.03 * i)} for i, row in enumerate(healthy())]
+    (found,) = diagnose(rows, CONFIG)
+    assert (found.name, found.title) == ("truncated", "the reward rises with the length")
+    assert "score.overlong" in found.cures[0]
+
+
+def test_an_agent_whose_episodes_all_return_the_same_is_told_what_it_can_change():
+    rows = agent(rise=0.0, **{"train/average_return": -200.0, "train/std_return": 0.0})
+    (found,) = diagnose(rows, AGENT)
+    assert found.name == "equal_scores"
+    assert "env.number" in found.cures[0]
+    assert names([*rows, *agent(40)[20:]], AGENT) == [], "it learns after all"
 
 
 def test_a_flat_reward_is_the_price_of_the_kl_only_if_that_is_large():

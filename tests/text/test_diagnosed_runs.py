@@ -35,26 +35,6 @@ def short(completions, **columns):
     return [-len(text) / 20 for text in completions]
 
 
-class Growing:
-    """A reward whose size doubles with each batch."""
-
-    __name__ = "growing"
-
-    def __init__(self):
-        self.size = 1.0
-
-    def __call__(self, completions, **columns):
-        self.size *= 2
-        return [self.size * x for x in vowels(completions)]
-
-
-class Misreported:
-    """Log-probabilities of another distribution than the one that tokens were drawn from."""
-
-    def after_rollout(self, trainer, rollout):
-        rollout.logprobs.sub_(0.3 * rollout.mask)
-
-
 class Scaled:
     """Makes the policy's logits smaller or larger before a stage."""
 
@@ -102,7 +82,6 @@ LOOSE = KLConfig(coef=1e-6)
 
 DISEASES = {
     "mismatch": {"iterations": 2, "callbacks": [Scaled("update", 1.05)]},
-    "negative_kl": {"iterations": 2, "callbacks": [Misreported()], **STILL},
     "not_moved": {"iterations": 20, **STILL},
     "degenerate": {
         "iterations": 16,
@@ -111,15 +90,12 @@ DISEASES = {
         "optim": FAST(lr=1e-3),
         "kl": LOOSE,
     },
-    "kl_runaway": {"iterations": 16, "reward_funcs": vowels, "optim": FAST(lr=2e-3), "kl": LOOSE},
-    "entropy_collapse": {"iterations": 30, "reward_funcs": vowels, "optim": FAST(lr=2e-3), "kl": LOOSE},
     "clip_high": {"iterations": 5, "reward_funcs": vowels, "optim": FAST(lr=5e-3), "kl": LOOSE},
     "explained_variance": {
-        "iterations": 10,
-        "optim": STILL["optim"],
+        "iterations": 20,
+        "optim": FAST(lr=5e-5),
         "critic": CriticConfig(lr=1e-12, init="orthogonal"),
     },
-    "value_loss": {"iterations": 14, "reward_funcs": Growing()},
     "no_step": {"iterations": 2, "reward_funcs": undefined},
     "truncated": {"iterations": 1, "rollout": RolloutConfig(batch_size=8, max_new_tokens=4)},
     "constant_term": {"iterations": 2, "reward_funcs": constant},
@@ -130,7 +106,7 @@ DISEASES = {
             FunctionTerm(function="repetition", weight=0.01),
         ],
     },
-    "always_clipped": {"iterations": 20, "optim": OptimConfig(warmup=0, max_grad_norm=1e-6)},
+    "clip_low": {"iterations": 20, "optim": OptimConfig(warmup=0, max_grad_norm=1e-6)},
     "still_warming": {"iterations": 4, "optim": OptimConfig(warmup=10)},
 }
 

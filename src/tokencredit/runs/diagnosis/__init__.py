@@ -17,27 +17,25 @@ __all__ = ["CHECKS", "Finding", "diagnose", "no_finding"]
 
 CHECKS = (*CRITIC_CHECKS, *POLICY_CHECKS, *REWARD_CHECKS, *TEXT_CHECKS)
 """All checks with the weights of their findings."""
-CRITIC = ("explained_variance", "critic_lags", "value_loss")
-STILL = ("clip_low", "flat_reward")
+STILL = ("explained_variance", "clip_low", "flat_reward")
+ENDS = ("truncated", "stop_unused")
 EXPLAINS: dict[str, Sequence[str]] = {
-    "environment_fails": ("constant_term", "rare_reward", *STILL),
-    "ends_at_once": ("hollow_score", "constant_term", "rare_reward", "truncated", *CRITIC, *STILL),
-    "entropy_explodes": ("degenerate", "kl_runaway", "grows_long", "truncated", *CRITIC, *STILL),
-    "clip_high": ("entropy_collapse", "kl_runaway", "grows_long", "truncated", "constant_term", *CRITIC, *STILL),
-    "degenerate": ("kl_runaway", "entropy_collapse", "grows_long", "truncated", "stop_unused", *CRITIC),
-    "constant_term": ("rare_reward", "equal_groups", "not_moved", *CRITIC, *STILL),
-    "large_rewards": ("always_clipped", *CRITIC, *STILL),
-    "kl_runaway": ("truncated", "stop_unused", *CRITIC, *STILL),
-    "entropy_collapse": ("rare_reward", "equal_groups", "truncated", "stop_unused", *CRITIC, *STILL),
-    "discounted": ("kl_runaway", "clip_high", *CRITIC, *STILL),
-    "grows_long": ("truncated", *CRITIC),
-    "rare_reward": (*CRITIC, *STILL),
-    "equal_groups": STILL,
+    "environment_fails": ("constant_term", "equal_scores", *STILL),
+    "ends_at_once": ("hollow_score", "constant_term", "equal_scores", *ENDS, *STILL),
+    "discounted": ("kl_runaway", "clip_high", *STILL),
+    "clip_high": ("entropy_explodes", "entropy_collapse", "kl_runaway", "equal_scores", *ENDS, *STILL),
+    "entropy_explodes": ("hollow_score", "degenerate", "kl_runaway", *ENDS, *STILL),
+    "hollow_score": ("degenerate", "kl_runaway", "entropy_collapse", "evaluation_disagrees", *ENDS, *STILL),
+    "degenerate": ("kl_runaway", "entropy_collapse", "evaluation_disagrees", *ENDS, *STILL),
+    "entropy_collapse": ("kl_runaway", "equal_scores", *ENDS, *STILL),
+    "kl_runaway": (*ENDS, *STILL),
+    "evaluation_disagrees": ENDS,
+    "constant_term": ("equal_scores", "not_moved", *STILL),
+    "equal_scores": STILL,
     "not_moved": STILL,
-    "always_clipped": STILL,
     "still_warming": STILL,
-    "clip_low": ("flat_reward",),
-    "critic_lags": ("explained_variance", "flat_reward"),
+    "clip_low": ("explained_variance", "flat_reward"),
+    "explained_variance": ("flat_reward",),
     "stop_unused": ("truncated",),
 }
 """Findings that follow from another one, by the name of that: only the cause is shown."""

@@ -13,9 +13,6 @@ FLAT = 0.3
 doctor`."""
 FAR = 2.0
 """Distance of values from rewards, in standard deviations of these, at which the critic lags."""
-LARGE_GAP, SWAMPED = 5.0, 10.0
-"""Distance of values from rewards, and gradient norm over its limit, above which the value loss drowns the policy's.
-Measured at 92 characters as reward: 92 and 138; at rewards of about 1: below 1 and 3."""
 NOISE = 0.05
 """Explained variance below 0 that is chance."""
 GAIN = 0.05
@@ -47,72 +44,31 @@ def _of_gae(run: Evidence) -> str:
     return " with advantage.estimator: gae" if run.setting("advantage.estimator") in ("td", "monte_carlo") else ""
 
 
-def _value_gap(run: Evidence) -> float:
-    """Distance of the critic's mean value from the mean reward of completions; NaN for agents, whose returns differ."""
-    return abs(run.last("value_mean") - run.last("reward"))
-
-
-def _far(run: Evidence) -> bool:
-    """True if values are much further from the rewards than these are from each other."""
-    return _value_gap(run) > FAR * run.last("reward_std")
-
-
-def large_rewards(run: Evidence) -> Finding | None:
-    """Rewards are so far from the values that the value loss alone moves the trunk that the policy shares."""
-    if run.setting("critic.kind") != "shared" or run.setting("critic.detach") or not run.setting("critic.coef"):
-        return None
-    limit = run.setting("optim.max_grad_norm") or 1.0
-    gap, norm = _value_gap(run), run.last("grad_norm")
-    if not (gap > LARGE_GAP and norm > SWAMPED * limit) or run.learns():
-        return None
-    return Finding(
-        "the rewards are too large for a critic that shares the policy's trunk",
-        "; ".join(map(run.where, ("reward", "value_mean", "grad_norm"))),
-        "The value loss grows with the square of the distance between rewards and values, so its gradient drowns the "
-        "policy's in the weights that both share.",
-        (
-            "set score.normalize: running",
-            "scale the reward so that it is about 1",
-            "set critic.kind: separate",
-        ),
-    )
-
-
-def critic_lags(run: Evidence) -> Finding | None:
-    """Values are still far from the rewards, and explain nothing of them."""
-    if len(run) < SETTLED or not _far(run) or not run.last("explained_variance") < 0.1 or run.learns():
-        return None
-    faster = ("raise critic.lr" + " and critic.trunk_lr" * (run.setting("critic.kind") == "separate"),)
-    smaller = ("set score.normalize: running",)
-    return Finding(
-        "the critic lags behind the rewards",
-        "; ".join(map(run.where, ("reward", "value_mean", "explained_variance"))),
-        "Its values are further from the rewards than those are from each other, so every completion looks better, or "
-        "every one worse, than expected.",
-        (
-            *(smaller + faster if _value_gap(run) > LARGE_GAP else faster + smaller),
-            "give the critic a head start (critic.pretrain, critic.warmup)",
-        ),
-    )
-
-
 def explained_variance(run: Evidence) -> Finding | None:
-    """The critic is worse than a constant, in a run that does not learn.
+    """The critic is far from the rewards, or worse than a constant, in a run that does not learn.
 
     In one that learns, values follow the returns: -0.04 is usual in the first 20 iterations on CartPole, which is then
     solved.
     """
-    if len(run) < SETTLED or not run.mean("explained_variance", slice(-SETTLED, None)) < -NOISE or run.learns():
+    explained = run.mean("explained_variance", slice(-SETTLED, None))
+    far = abs(run.last("value_mean") - run.last("reward")) > FAR * run.last("reward_std")
+    lags, wild = far and explained < 0.1, explained < -1
+    if len(run) < 2 * SETTLED or run.learns() or not (lags or explained < -NOISE):
         return None
+    faster = "raise critic.lr" + " and critic.trunk_lr" * (run.setting("critic.kind") == "separate")
     return Finding(
-        "the critic explains nothing",
-        run.where("explained_variance"),
-        "Its values are further from the returns than their mean is, so advantages carry more noise than without it.",
+        "the critic lags behind the rewards" if lags else "the critic explains nothing",
+        "; ".join(map(run.where, ("explained_variance", *("value_mean", "reward") * lags))),
+        "Its values are further from the rewards than those are from each other, so every completion looks better, or "
+        "every one worse, than expected."
+        if lags
+        else "Its values vary otherwise than the returns, so advantages carry more noise than without it.",
         (
+            *[faster] * lags,
+            *["lower critic.lr"] * (wild and not lags),
             "give the critic more steps (critic.epochs) or a head start (critic.pretrain, critic.warmup)",
             "take larger batches (rollout.batch_size)",
             "take larger batches (env.number, steps)",
-            "lower critic.lr if its values jump from batch to batch",
         ),
     )
 
@@ -128,28 +84,6 @@ def pretraining(run: Evidence) -> Finding | None:
         "On new batches, its values are no closer to the returns than their mean. It learned too little, or the "
         "texts do not predict their returns before the end.",
         ("raise critic.pretrain, critic.lr or rollout.batch_size", "take critic.kind: separate"),
-    )
-
-
-def value_loss(run: Evidence) -> Finding | None:
-    """The value loss keeps growing."""
-    if len(run) < SETTLED:
-        return None
-    last, early = run.last("value_loss"), run.mean("value_loss", slice(0, SETTLED))
-    if not (last > 10 * early and run.last("explained_variance") < 0.5):
-        return None
-    return Finding(
-        "the value loss explodes",
-        run.where("value_loss"),
-        "Returns grow faster than the critic can follow. Rewards on every step that add up can cause this, or a "
-        "critic that bootstraps from its own values.",
-        (
-            "normalize the reward (score.normalize: running)",
-            "normalize the rewards (env.normalize_rewards)",
-            "pay the reward at the end",
-            "lower critic.lr",
-            "set critic.clip",
-        ),
     )
 
 
@@ -216,11 +150,8 @@ def lam_high(run: Evidence) -> Finding | None:
 
 
 CRITIC_CHECKS: tuple[tuple[int, Check], ...] = (
-    (79, large_rewards),
-    (53, critic_lags),
     (50, explained_variance),
     (52, pretraining),
-    (65, value_loss),
     (58, critic_worse),
     (56, critic_flat),
     (54, lam_low),

@@ -22,8 +22,6 @@ SETTLED = 10
 """Iterations before which a run is too short to judge."""
 LEARNS = 0.5
 """Rise of the reward, in standard deviations of a single completion, above which a run learns."""
-LARGE_UPDATE = 0.3
-"""`approx_kl_k3`, in nats per token, of an update that is too large. Measured: 0.1 with ten times the default rate."""
 AUDITS = 2
 """Number of last audits that a check looks at; all must agree, so that one interval by chance gives no finding."""
 
@@ -146,18 +144,15 @@ class Evidence:
         return f"{name} {self.first(name):.3g} in iterations {first}–{then}, {self.last(name):.3g} in {now}–{last}"
 
     def gain(self) -> float:
-        """Rise of the reward in standard deviations of a single completion at the start; NaN if unknown."""
-        deviation = self.first(self.run_kind.deviation)
+        """Rise of the reward in standard deviations of a single completion, at the start or where that is 0 over the
+        run; NaN if unknown."""
+        deviation = self.first(self.run_kind.deviation) or self.mean(self.run_kind.deviation, slice(None))
         rise = self.last(self.reward) - self.first(self.reward)
         return rise / deviation if deviation > 0 else math.nan
 
     def learns(self, gain: float = LEARNS) -> bool:
         """True if the reward has risen by so many standard deviations: what is odd does no harm."""
         return self.gain() >= gain
-
-    def updates_are_large(self) -> bool:
-        """True if the first updates, or the last, take the policy far from the samples."""
-        return max(self.first("approx_kl_k3"), self.last("approx_kl_k3")) > LARGE_UPDATE
 
 
 Check = Callable[[Evidence], Finding | None]

@@ -7,7 +7,7 @@ from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import WINDOW
 
 REPEATED = 2
-"""Iterations after which a term without any variance is a finding; all of them count, up to `WINDOW`."""
+"""Iterations after which a term without any variance is a finding."""
 RARE = 0.05
 """Share of turns below which a problem of theirs is no finding."""
 ALWAYS = 0.9
@@ -15,12 +15,10 @@ ALWAYS = 0.9
 
 
 def constant_term(run: Evidence) -> Finding | None:
-    """A reward term is constant."""
+    """A reward term has been the same for all completions since the start."""
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
-    # A term that varied at first, in a run that learns, is solved.
-    solved = {name for name in names if run.learns() and run.first(name) > 0}
-    flat = [name for name in names if len(run) >= REPEATED and run.last(name) < 1e-8 and name not in solved]
-    if not flat:
+    flat = [name for name in names if max(run.values(name, slice(None)), default=1.0) < 1e-8]
+    if len(run) < REPEATED or not flat:
         return None
     # An environment's own term comes before the others, of which the configuration may have some.
     played = run.episodic() and flat[0] == names[0]
@@ -63,69 +61,52 @@ def dominant_term(run: Evidence) -> Finding | None:
     )
 
 
-def _cures_of_flat_reward(run: Evidence) -> tuple[str, ...]:
-    """What keeps the policy: the price of the KL, if that is as large as differences in reward, or small steps."""
-    price = run.last("kl_coef") * run.last("kl") > 0.3 * run.last("reward_std")
-    first, second = "lower kl.coef", "raise optim.lr"
-    return (
-        *((first, second) if price else (second, first)),
-        "take larger batches (rollout.batch_size)",
-        "take larger batches (env.number, steps)",
-        "check that the reward separates good from bad",
-    )
-
-
 def flat_reward(run: Evidence) -> Finding | None:
     """The reward has not risen."""
     if not run.ended or len(run) < 2 * SETTLED or not run.gain() < 0.2:
         return None
+    # The price of the KL keeps the policy, if it is as large as differences in reward; or small steps do.
+    price = run.last("kl_coef") * run.last("kl") > 0.3 * run.last("reward_std")
+    first, second = "lower kl.coef", "raise optim.lr"
     return Finding(
         "the reward has not risen",
         run.where(run.reward),
         "It rose by less than a fifth of a single completion's standard deviation.",
-        _cures_of_flat_reward(run),
-    )
-
-
-def rare_reward(run: Evidence) -> Finding | None:
-    """In most iterations all completions have the same reward, and it has not risen."""
-    deviations = run.values("reward_std", slice(-SETTLED, None))
-    equal = sum(x < 1e-8 for x in deviations)
-    if len(run) < SETTLED or not SETTLED > equal >= SETTLED / 2 or run.learns(0.2):
-        return None
-    return Finding(
-        "the reward is nearly always the same",
-        f"reward_std 0 in {equal} of the last {len(deviations)} iterations; {run.where('reward')}",
-        "In such an iteration no completion is better than another, so nothing is learned from it.",
         (
-            "raise rollout.batch_size, so that each batch holds some of the rare scores",
-            "give partial scores on the way to the rare ones",
-            "take prompts that the model answers well more often",
+            *((first, second) if price else (second, first)),
+            "take larger batches (rollout.batch_size)",
+            "take larger batches (env.number, steps)",
+            "check that the reward separates good from bad",
         ),
     )
 
 
-def equal_groups(run: Evidence) -> Finding | None:
-    """In most groups all completions have the same score, so that none has an advantage.
+def equal_scores(run: Evidence) -> Finding | None:
+    """In most iterations, or groups, all scores are equal, so that none has an advantage; the reward does not rise.
 
     An advantage that is scaled to the deviation of its group of n has a mean square of (n − 1) / n, and 0 where all are
     equal: the share of groups that differ follows from `advantage_std`.
     """
     size = run.setting("rollout.per_prompt")
     scaled = run.setting("advantage.estimator") == "group_relative" and run.setting("advantage.scale") is not False
-    if len(run) < SETTLED or not scaled or not (is_number(size) and size > 1) or run.learns():
+    groups = scaled and is_number(size) and size > 1
+    name = "advantage_std" if groups else run.run_kind.deviation
+    deviations = run.values(name, slice(-SETTLED, None))
+    equal = sum(x < 1e-8 for x in deviations) / max(len(deviations), 1)
+    if groups:
+        equal = 1 - run.mean(name, slice(-SETTLED, None)) ** 2 * size / (size - 1)
+    if len(run) < SETTLED or not equal >= 0.5 or run.learns():
         return None
-    differ = run.mean("advantage_std", slice(-SETTLED, None)) ** 2 * size / (size - 1)
-    if not differ < 0.5:
-        return None
+    unit = "groups" if groups else "iterations"
     return Finding(
-        "most groups have equal scores",
-        f"in about {1 - differ:.0%} of the groups no completion is better than another; {run.where('advantage_std')}",
-        "Such groups have no advantages, so their completions are sampled in vain.",
+        f"most {unit} have equal scores",
+        f"in {equal:.0%} of the last {unit} no score is above another; {run.where(name)}; {run.where(run.reward)}",
+        "Nothing is better than anything else there, so nothing is learned from it.",
         (
-            "raise rollout.per_prompt",
-            "take prompts that are neither too easy nor too hard",
-            "give partial scores",
+            "raise rollout.per_prompt" if groups else "raise rollout.batch_size, so that batches hold some rare scores",
+            "take larger batches (env.number, steps)",
+            "give partial scores on the way to the rare ones",
+            "take prompts that are neither too easy nor too hard (prompts.text)",
         ),
     )
 
@@ -134,12 +115,11 @@ def evaluation_disagrees(run: Evidence) -> Finding | None:
     """The reward rises in training, and not in evaluations."""
     name = run.run_kind.evaluation
     scores = run.values(name, slice(None))
-    deviation = run.first(run.run_kind.deviation)
     if len(scores) < 3 or not run.learns():
         return None
     ends = max(1, len(scores) // 4)
     rise = (sum(scores[-ends:]) - sum(scores[:ends])) / ends
-    if not rise < 0.1 * run.gain() * deviation:
+    if not rise < 0.1 * (run.last(run.reward) - run.first(run.reward)):
         return None
     own = [f"eval.{key}" for key in ("max_new_tokens", "temperature") if run.setting(f"eval.{key}") is not None]
     return Finding(
@@ -265,8 +245,7 @@ def observations_cut(run: Evidence) -> Finding | None:
 REWARD_CHECKS: tuple[tuple[int, Check], ...] = (
     (80, constant_term),
     (35, dominant_term),
-    (62, rare_reward),
-    (61, equal_groups),
+    (61, equal_scores),
     (60, flat_reward),
     (59, evaluation_disagrees),
     (82, environment_fails),

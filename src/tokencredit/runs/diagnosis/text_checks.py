@@ -8,32 +8,23 @@ from typing import Any
 from tokencredit.runs.diagnosis.evidence import LEARNS, SETTLED, Check, Evidence, Finding
 from tokencredit.runs.summary import WINDOW, shortened
 
+UNLIKE = 1.0
+"""Fall of the reference's log-prob, in nats per token, of texts that it would not write."""
 REPETITIVE = 8
 """Tokens from which a text can be repetitive."""
 
 
 def degenerate(run: Evidence) -> Finding | None:
-    """The reward rises while the texts degenerate.
-
-    Who has learned a game plays short and similar episodes, so these are judged by the reference alone.
-    """
-    if len(run) < SETTLED or not run.gain() > 0.2:
-        return None
-    signs = {
-        "distinct": run.last("distinct") < 0.5 * run.first("distinct"),
-        "distinct_2": run.last("distinct_2") < 0.4 * run.first("distinct_2"),
-        "repetition": run.last("repetition") > run.first("repetition") + 0.25,
-        "length": run.last("length") < 0.4 * run.first("length"),
-        "ref_logprob": run.last("ref_logprob") < run.first("ref_logprob") - 2.0,
-    }
-    degraded = [name for name, is_bad in signs.items() if is_bad and not (run.episodic() and name != "ref_logprob")]
-    if not degraded:
+    """The reward rises while texts become unlike the reference's, or repeat themselves, as a game's episodes may."""
+    unlike = run.last("ref_logprob") < run.first("ref_logprob") - UNLIKE
+    repeats = run.last("repetition") > run.first("repetition") + 0.25 and not run.episodic()
+    if len(run) < SETTLED or not run.learns() or not (unlike or repeats):
         return None
     return Finding(
         "the reward rises, and the texts fall apart",
-        "; ".join(map(run.where, [run.reward, *degraded])),
-        "The policy has found texts that the reward likes and people would not: repetitive, short, or unlike "
-        "anything that the reference would write.",
+        "; ".join(map(run.where, (run.reward, "ref_logprob", "repetition"))),
+        "The policy has found texts that the reward likes and people would not: repetitive, or unlike anything that "
+        "the reference would write.",
         (
             "raise kl.coef",
             "lower optim.lr",
@@ -44,19 +35,22 @@ def degenerate(run: Evidence) -> Finding | None:
 
 
 def truncated(run: Evidence) -> Finding | None:
-    """Most completions run into the length limit, in a run whose completions can end before it.
+    """Most completions run into the length limit, or all in the first iterations, where any could end before it.
 
     `never_ended` and `no_room` judge episodes.
     """
     at_eos, stops = run.setting("rollout.stop_at_eos") is not False, run.setting("rollout.stop")
-    if not (at_eos or stops) or run.episodic() or not run.last("truncated") > 0.8:
+    limit = 0.9 if len(run) >= WINDOW else 0.99
+    if not (at_eos or stops) or run.episodic() or not run.last("truncated") > limit:
         return None
     handled = run.setting("advantage.bootstrap") or run.setting("ppo.mask_truncated")
+    grown = run.last("truncated") > run.first("truncated") + 0.2 and run.learns()
     return Finding(
-        "most completions are cut off",
-        run.where("truncated"),
+        "the reward rises with the length" if grown else "most completions are cut off",
+        "; ".join(map(run.where, ("truncated", *["reward"] * grown))),
         "The reward scores unfinished texts, and the policy never learns to finish.",
         (
+            *["penalize long completions (score.overlong), or divide the score by the length"] * grown,
             *["set rollout.stop_at_eos: true"] * (not at_eos),
             "raise rollout.max_new_tokens",
             *["set score.missing_eos_penalty"] * (not handled),
@@ -131,28 +125,10 @@ def _hollow(sample: Mapping[str, Any]) -> bool:
     return not sample["completion"].strip() or (len(tokens) >= REPETITIVE and len(set(tokens)) <= len(tokens) / 3)
 
 
-def grows_long(run: Evidence) -> Finding | None:
-    """The reward rises while completions grow into the length limit."""
-    grown = run.last("truncated") > max(0.8, run.first("truncated") + 0.2)
-    if len(run) < SETTLED or run.episodic() or not (grown and run.learns(0.2)):
-        return None
-    return Finding(
-        "the reward rises with the length",
-        "; ".join(map(run.where, ("reward", "length", "truncated"))),
-        "Completions grow until rollout.max_new_tokens cuts them off: the score likes long texts, finished or not.",
-        (
-            "penalize long completions (score.overlong) or unfinished ones (score.missing_eos_penalty)",
-            "divide the score by the length",
-            "raise rollout.max_new_tokens if long texts are wanted",
-        ),
-    )
-
-
 TEXT_CHECKS: tuple[tuple[int, Check], ...] = (
     (86, hollow_score),
     (85, degenerate),
     (84, ends_at_once),
-    (63, grows_long),
     (41, stop_unused),
     (40, truncated),
 )
