@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from helpers.configs import quiet, quiet_agent
+from helpers.configs import quiet, quiet_agent, text_config
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.settings.control import (
     AgentConfig,
@@ -78,6 +78,33 @@ def test_a_trainer_leaves_the_process_as_it_was(make, tmp_path, monkeypatch):
     for name, now in state().items():
         assert made[name] == before[name], f"making the trainer changed {name}"
         assert now == before[name], f"training changed {name}"
+
+
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", [*MODES, "dtype"])
+def test_a_run_does_not_depend_on_the_modes_and_defaults_of_its_caller(mode, tmp_path):
+    def rewards():
+        trainer = PPOTrainer(args=text_config(tmp_path / str(len(list(tmp_path.iterdir())))))
+        return trainer.train().last, trainer.policy.critic.head[0].weight.dtype
+
+    alone = rewards()
+    if mode == "dtype":
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            assert rewards() == alone
+            assert torch.get_default_dtype() == torch.bfloat16
+        finally:
+            torch.set_default_dtype(torch.float32)
+    else:
+        with MODES[mode]():
+            assert rewards() == alone
 
 
 def test_mujocos_warning_handler_is_restored(tmp_path):

@@ -95,6 +95,16 @@ def test_an_argument_of_a_wrong_kind_is_refused(arguments, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_column_that_the_evaluation_lacks_is_one_of_its_data_set():
+    with pytest.raises(ConfigError, match=r"needs answer; .* from the columns of eval\.dataset \(eval_dataset in Pyt"):
+        tc.PPOTrainer(
+            args=tc.PPOConfig.from_dict({"eval.every": 1}),
+            reward_funcs=lambda completions, answer: [1.0 for _ in completions],
+            train_dataset=[{"prompt": "A film", "answer": "is"}],
+            eval_dataset=ROWS,
+        )
+
+
 def test_what_is_set_on_the_configuration_is_checked_again():
     args = config()
     args.optim.lr = "1e-3"

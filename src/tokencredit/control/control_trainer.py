@@ -29,7 +29,7 @@ from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
-from tokencredit.learn.rng import preserved, random_state, set_random_state, set_torch_state, torch_state
+from tokencredit.learn.rng import isolated, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import nbytes
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
 from tokencredit.report.page import LARGEST, write_final_report
@@ -57,7 +57,7 @@ class ControlTrainer:
         if several:
             refuse_unsplit(args, several)
         self.record = RunRecord(args.run, processes, CONTROL)
-        with preserved(), threads(args.threads), expected_warnings(args.env):
+        with isolated(), threads(args.threads), expected_warnings(args.env):
             torch.manual_seed(args.seed)
             copies, stack = args.env.number // processes.count, args.agent.observations()
             self.envs = make_envs(args.env, copies, args.advantage.gamma, stack=stack, several=several)
@@ -87,7 +87,7 @@ class ControlTrainer:
             KeyboardInterrupt: Ctrl-C; the agent is saved, except after a second Ctrl-C.
         """
         weights = nbytes(self.agent.parameters())
-        with preserved(), threads(self.args.threads), expected_warnings(self.args.env):
+        with isolated(), threads(self.args.threads), expected_warnings(self.args.env):
             set_torch_state(self.rng)
             return run(self, resume=resume_from_checkpoint, reserve=weights + LARGEST + 2**20, weights=weights)
 

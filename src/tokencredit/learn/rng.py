@@ -1,10 +1,10 @@
-"""Save and restore RNG state: Python, NumPy and PyTorch globals, and `torch.Generator` states as hex."""
+"""Global RNG state of Python, NumPy and PyTorch, `torch.Generator` states as hex, and PyTorch's modes and defaults."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ def to_hex(state: Tensor) -> str:
 
 def from_hex(text: str) -> Tensor:
     """Decode the result of `to_hex`."""
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8, device="cpu")
 
 
 @contextmanager
@@ -62,3 +62,24 @@ def preserved() -> Iterator[None]:
         yield
     finally:
         set_random_state(before)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """`preserved`, and PyTorch's modes and defaults as in a new process, which the caller may have changed.
+
+    Gradients are on, inference mode and autocast off; tensors are float32 and on the CPU unless they say otherwise.
+    """
+    dtype = torch.get_default_dtype()
+    with preserved(), ExitStack() as modes:
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                modes.enter_context(torch.autocast(device, enabled=False))
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        if dtype != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            modes.callback(torch.set_default_dtype, dtype)
+        yield

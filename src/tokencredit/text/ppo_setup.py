@@ -217,12 +217,12 @@ def next_steps(args: PPOConfig, given: list[str], *, audits: bool) -> dict[str, 
     return steps
 
 
-def check_columns(terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:
+def check_columns(terms: list[Term], models: Models, prompts: Prompts | Tasks, held_out: Prompts | Tasks) -> None:
     """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
     own = [name for name in OWN_COLUMNS if name != "ref_logprobs" or models.reference is not None]
-    for rows in prompts:
+    for rows, source in ((prompts, calls.TRAINING), (held_out, "eval.dataset (eval_dataset in Python)")):
         turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(rows, Tasks)
-        calls.check_columns(terms, [*own, *turns, *rows.other_columns])
+        calls.check_columns(terms, [*own, *turns, *rows.other_columns], source)
 
 
 def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterator[str]:
@@ -234,6 +234,8 @@ def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterato
             "prompts are plain texts, so the model's chat template is not used; for a chat model give conversations, "
             "[{role: user, content: …}]"
         )
+    if isinstance(rows, Prompts) and (text := rows.lost_message()):
+        yield f"the chat template leaves out the message {text!r:.60} of the first prompt: the policy does not read it"
     if args.run.shard == "full" and not sharded:
         yield "run.shard full: one process, which holds the models whole"
     if args.ppo.loss == "gspo" and args.ppo.reduction != "sequence":

@@ -108,7 +108,7 @@ class PPOTrainer:
         self.args = args
         self.processes = Processes(args.run.timeout)
         setup.check_batch_size(args, self.processes.count)
-        with rng.preserved():
+        with rng.isolated():
             torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
             environments = setup.environments_of(args, environment_factory, tools)
             terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
@@ -179,7 +179,7 @@ class PPOTrainer:
             if (line := prompts.dropped()) is not None:
                 self.record.screen.say(line)
         reserve = nbytes(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
-        with rng.preserved():
+        with rng.isolated():
             rng.set_torch_state(self.rng)
             trained = nbytes(trainable(self.policy))
             try:

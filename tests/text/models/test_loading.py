@@ -16,7 +16,9 @@ from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.text.models.model_checks import check_policy
 from tokencredit.text.models.model_loading import (
+    check_language_model,
     end_ids,
     fuse_gelu,
     load_language_model,
@@ -125,6 +127,37 @@ def test_a_tokenizer_of_another_model(tmp_path, model_folders):
     tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"the tokenizer has \d+ tokens, but the embedding of .* only \d+; use"):
         load_language_model(ModelConfig(name=str(tmp_path / "model")))
+
+
+def test_a_tokenizer_with_far_fewer_tokens_than_the_model_is_warned_of(model_folders, caplog):
+    lm, tokenizer = load_language_model(args := ModelConfig(name=str(model_folders["gpt2"])))
+    assert not caplog.records
+    lm.resize_token_embeddings(len(tokenizer) * 9 // 8)
+    check_language_model(args, lm, tokenizer)
+    assert f"the tokenizer has {len(tokenizer)} tokens, and" in caplog.text
+
+
+def test_a_generation_config_that_transformers_does_not_save(tmp_path, model_folders):
+    """Llama 2's had a top_p and no do_sample; saving the trained policy would fail."""
+    shutil.copytree(model_folders["gpt2"], tmp_path / "model")
+    path = tmp_path / "model" / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"top_p": 0.6}))
+    lm, _ = load_language_model(ModelConfig(name=str(tmp_path / "model")))
+    check_policy("named", lm)
+    lm.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert (saved["top_p"], saved["do_sample"]) == (0.6, True)
+    lm.generation_config.max_new_tokens = -1
+    with pytest.raises(ConfigError, match=r"^the generation config of .* could not be saved: .*max_new_tokens"):
+        check_policy("named", lm)
+
+
+@pytest.mark.parametrize("weight", ["transformer.h.0.mlp.c_fc.bias", "lm_head.weight"])
+def test_weights_that_are_not_numbers_are_said_to_be_damaged(weight, model_folders):
+    lm, _ = load_language_model(ModelConfig(name=str(model_folders["gpt2"])))
+    lm.get_parameter(weight).data[-1] = torch.nan
+    with pytest.raises(ConfigError, match=r"computes NaN or infinity, so its weights are damaged"):
+        check_policy("named", lm)
 
 
 def test_a_folder_without_a_tokenizer_is_named_as_that(architecture, tmp_path, model_folders):

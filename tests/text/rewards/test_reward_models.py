@@ -312,6 +312,14 @@ def test_a_loaded_language_model_is_no_reward_model(model_folders, labels):
         as_terms(model)
 
 
+def test_a_reward_model_without_its_tokenizer_is_refused(tmp_path, reward_model):
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(f"{reward_model}/{file}", tmp_path)
+    for rewards in (str(tmp_path), AutoModelForSequenceClassification.from_pretrained(tmp_path)):
+        with pytest.raises(ConfigError, match=r"has no tokenizer; save one there|cannot load a tokenizer"):
+            as_terms(rewards)
+
+
 def test_damaged_weights_are_refused(tmp_path):
     shutil.copytree(resolve(BUILTIN, "sentiment"), tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"

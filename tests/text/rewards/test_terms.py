@@ -308,6 +308,38 @@ def test_an_exception_without_user_code_has_no_place():
         rate([count_words])
 
 
+def test_an_exception_without_a_message():
+    class Silent(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def raising(completions):
+        raise error
+
+    for error in (Silent(), StopIteration()):
+        with pytest.raises(RewardError, match=rf"^reward term 'silent' raised {type(error).__name__} at /[^ ]*;"):
+            rate([Term("silent", 1.0, raising, retries=0)])
+
+
+def test_a_failure_without_a_message_is_retried(monkeypatch):
+    monkeypatch.setattr("tokencredit.text.rewards.calls.FIRST_BACKOFF", 0.01)
+    tries = []
+
+    def busy(completions):
+        tries.append(1)
+        if len(tries) < 2:
+            raise ConnectionError
+        return [1.0] * len(completions)
+
+    rate([Term("busy", 1.0, busy)])
+    assert len(tries) == 2
+
+
+def test_a_function_without_a_signature_is_refused():
+    with pytest.raises(ConfigError, match=r"^the reward 'max': no signature found .*; call it in a function of compl"):
+        rate(as_terms(max))
+
+
 @pytest.mark.parametrize("timeout", [None, 30.0])
 def test_a_function_that_exits_fails_its_call_and_not_the_process(timeout, tmp_path):
     def leaves(completions):
@@ -362,6 +394,11 @@ def test_a_reward_that_is_not_finite_names_term_and_text(bad):
         rate([gives(0.5, bad, name="odd")])
     with pytest.raises(NonFiniteScore, match=rf"reward term 'odd' is {bad} for the text .*loved"):
         rate([gives([0.5, bad], None, name="odd")])
+
+
+def test_a_whole_number_that_no_float_holds_is_infinite():
+    with pytest.raises(NonFiniteScore, match=r"reward term 'odd' is inf for the text .*hated"):
+        rate([gives(0.5, 10**400, name="odd")])
 
 
 def test_scores_that_are_not_finite_can_be_returned():
@@ -491,6 +528,7 @@ import torch
 def change():
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     os.chdir("/")
 
 
@@ -508,12 +546,16 @@ async def judge(completions, **columns):
 @pytest.mark.parametrize("timeout", [None, 10.0])
 def test_state_that_a_reward_changes_is_restored(changes, timeout, tmp_path):
     (tmp_path / "mine.py").write_text(CARELESS if changes in CARELESS else f"{CARELESS}\nchange()\n")
-    folder = Path.cwd()
+
+    def state():
+        return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), Path.cwd()
+
+    before = state()
     name = changes if changes in CARELESS else "reward"
     function = load_function(f"{tmp_path}/mine.py:{name}", {})
-    assert (torch.is_grad_enabled(), torch.get_default_dtype(), Path.cwd()) == (True, torch.float32, folder)
+    assert state() == before
     assert score([Term("careless", 1.0, function, timeout=timeout)], ["a"], ["b"], {}, [1]).totals == [1.0]
-    assert (torch.is_grad_enabled(), torch.get_default_dtype(), Path.cwd()) == (True, torch.float32, folder)
+    assert state() == before
 
 
 def test_a_reward_is_called_from_a_folder_that_is_gone(tmp_path, monkeypatch):

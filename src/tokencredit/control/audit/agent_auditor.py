@@ -26,7 +26,7 @@ from tokencredit.control.agent_rollout import AgentRollout
 from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
 from tokencredit.control.environment_wrappers import environment_errors
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.learn.rng import preserved
+from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
@@ -140,7 +140,7 @@ class AgentAuditor:
     @contextmanager
     def _replays(self, number: int = COPIES) -> Iterator[Replays]:
         """Copies of the environment, closed at the end; preserves the global RNG state."""
-        with preserved(), environment_errors():
+        with isolated(), environment_errors():
             replays = Replays(self.args, self.agent, self.training, number)
             try:
                 yield replays

@@ -17,7 +17,7 @@ from tokencredit.audit.estimates import variants
 from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, spread
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
-from tokencredit.learn.rng import preserved
+from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.settings.training import AuditConfig
@@ -85,7 +85,7 @@ class CompletionAuditor:
     group: int = 1
     """Minimum group size of group estimators; the first completion of each group is audited."""
 
-    @preserved()  # a reward may draw from the global generators
+    @isolated()  # a reward may draw from the global generators
     def audit(self, number: int) -> Audit:
         """Audit fresh completions; each iteration `number` has its own.
 

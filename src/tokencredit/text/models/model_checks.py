@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from tokencredit.distributed.processes import connection_lost
 from tokencredit.distributed.sharding import kind_of, shard_alike
@@ -30,7 +30,7 @@ def check_policy(name: str, lm: PreTrainedModel) -> None:
     """Check that a run samples from and trains the distribution that the language model itself computes.
 
     Hidden states and output projection must reproduce the model's logits. States must be causal, and the same without
-    padding, with left padding, and with a KV cache from which a row is dropped.
+    padding, with left padding, and with a KV cache from which a row is dropped. It must be possible to save it.
 
     Raises:
         ConfigError: they differ, by a number of nats that the message names, or a forward pass fails.
@@ -38,6 +38,8 @@ def check_policy(name: str, lm: PreTrainedModel) -> None:
     title = _title(name, lm)
     if lm.config.is_encoder_decoder:
         raise ConfigError(f"{title} has an encoder; model.name must be a causal language model without one")
+    if lm.generation_config is not None:
+        make_savable(title, lm.generation_config)
     with _passes(title):
         model, trunk = ActorCritic(lm), trunk_of(lm)
         if cache_argument(trunk) is None:
@@ -53,6 +55,23 @@ def check_policy(name: str, lm: PreTrainedModel) -> None:
         _compare(title, padded, expected, "for a prompt that is padded on the left")
         for rows, time, hidden in _cached_states(model, inputs):
             _compare(title, _logprobs(model, hidden), expected[rows, time], "with its cache")
+
+
+def make_savable(title: str, config: GenerationConfig) -> None:
+    """Turn on sampling in a generation config that sets how to sample, which Transformers does not save without it.
+
+    Raises:
+        ConfigError: something else is wrong with it, so that a trained policy could not be saved.
+    """
+    with suppress(ValueError):
+        config.validate(strict=True)
+        return
+    config.do_sample = True
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the generation config of {title} could not be saved: {reason}") from error
 
 
 def check_critic(name: str, policy: ActorCritic, layers: int | None = None) -> None:
@@ -121,6 +140,7 @@ def check_causal(title: str, read: Callable[[Inputs], Tensor], inputs: Inputs) -
         ConfigError: states after the same prompt depend on the tokens that follow.
     """
     states = [read({key: x[rows] for key, x in inputs.items()}) for rows in SAME_PROMPT]
+    _refuse_nonfinite(title, *states)
     for first, second in (group[:, 0] for group in states):
         if not close(first, second, TOLERANCE / 10 * first.abs().max()):
             raise ConfigError(
@@ -147,8 +167,15 @@ def _check_projection(title: str, model: ActorCritic, alone: Tensor, inputs: Inp
     ids = torch.cat([inputs["prompt_ids"], inputs["response_ids"][:, :-1]], dim=1)[rows]
     ours = model.logits(alone[rows])
     theirs = model.lm(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -ours.shape[1] :].float()
+    _refuse_nonfinite(title, theirs)
     if ours.shape != theirs.shape or not close(ours, theirs, rounding(theirs)):
         raise ConfigError(f"{title} shapes its logits in a way that is not supported; take another model")
+
+
+def _refuse_nonfinite(title: str, *results: Tensor) -> None:
+    """Raise `ConfigError` for NaN or infinity in a model's states or logits."""
+    if not all(x.isfinite().all() for x in results):
+        raise ConfigError(f"{title} computes NaN or infinity, so its weights are damaged; give a sound copy of them")
 
 
 def _cached_states(model: ActorCritic, inputs: Inputs) -> Iterator[tuple[Tensor, int, Tensor]]:

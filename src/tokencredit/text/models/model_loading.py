@@ -116,13 +116,19 @@ def load_tokenizer(args: ModelConfig) -> PreTrainedTokenizerBase:
     base = base_model(args.name, folder)
     if base is not None and cached_file(folder, TOKENIZER, _raise_exceptions_for_missing_entries=False) is None:
         folder = resolve(base)
-    with as_config_error(f"a tokenizer from {args.name!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    return read_tokenizer(args.name, folder, args.trust_remote_code, ", or pass it to PPOTrainer as processing_class")
+
+
+def read_tokenizer(
+    name: str, folder: str, trust_remote_code: bool = False, alternative: str = ""
+) -> PreTrainedTokenizerBase:
+    """Read the tokenizer in the folder of a model; `ConfigError` names the cure of a missing one, or an alternative."""
+    with as_config_error(f"a tokenizer from {name!r}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     # Some classes make an empty tokenizer if the folder has no tokenizer files.
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
         raise ConfigError(
-            f"the model folder {args.name!r} has no tokenizer; save one there (tokenizer.save_pretrained), or pass it "
-            "to PPOTrainer as processing_class"
+            f"the model folder {name!r} has no tokenizer; save one there (tokenizer.save_pretrained){alternative}"
         )
     return tokenizer
 
@@ -379,10 +385,13 @@ def check_same_ids(what: str, other: PreTrainedTokenizerBase, policy: PreTrained
 
 
 def check_vocabulary(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ConfigError` if the tokenizer has more tokens than the model."""
+    """Raise `ConfigError` if the tokenizer has more tokens than the model; warn if it has far fewer."""
     rows = len(cast(Tensor, model.get_input_embeddings().weight))
     if len(tokenizer) > rows:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, but the embedding of {name!r} only {rows}; use the model's "
             "own tokenizer"
         )
+    if len(tokenizer) < 0.9 * rows:  # vocabularies are padded by less
+        sizes = (len(tokenizer), name, rows)
+        LOG.warning("the tokenizer has %d tokens, and %r %d, so others have no text; is it the model's own?", *sizes)

@@ -62,7 +62,7 @@ class OfflineTrainer:
         size, processes = args.data.batch_size, self.processes.count
         if size % processes:
             raise ConfigError(f"data.batch_size is {size}; it must be a multiple of the {processes} processes")
-        with rng.preserved():
+        with rng.isolated():
             torch.manual_seed(args.seed)
             self.model: Model = load_model(args)
             lm = self.model.lm
@@ -101,7 +101,7 @@ class OfflineTrainer:
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
         """Run all iterations, write the run's folder, and return its summary; raises as `PPOTrainer.train`."""
         size = nbytes(self.model.lm.parameters())
-        with rng.preserved():
+        with rng.isolated():
             rng.set_torch_state(self.rng)
             if isinstance(self.args, DPOConfig):  # before a checkpoint's weights are loaded
                 places = range(min(self.steps * self.args.data.batch_size, len(self.examples)))

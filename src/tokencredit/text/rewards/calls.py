@@ -23,6 +23,8 @@ LOG = logging.getLogger("tokencredit")
 
 REFERENCE = "ref_logprobs"
 """Column with log-probs under the reference model."""
+TRAINING = "prompts.dataset (train_dataset in Python)"
+"""Data set whose columns reward functions receive, in messages."""
 WORKERS = Workers()
 """Threads of calls with a timeout, and of async terms."""
 EARLY = Workers()
@@ -89,7 +91,7 @@ def start_early(
     `ref_logprobs`, or is called in the caller's thread, since it is no coroutine function and has no timeout.
     """
     in_threads = is_coroutine_function(term.function) or term.timeout is not None
-    if not in_threads or REFERENCE in inspect.signature(term.function).parameters:
+    if not in_threads or REFERENCE in _parameters(term):
         return None
     known = {**columns, REFERENCE: _NotYet(term.name)} if reference else columns
     args, kwargs = _arguments(term, known)
@@ -125,18 +127,18 @@ def _call_with_retries(
     KeyError or a TypeError. Everything is retried except `REPEATING` errors and those of memory. A malformed result is
     retried until it is the same twice in a row: a service may send a short list once, a function will not.
     """
-    retries, backoff, malformed = term.retries, FIRST_BACKOFF, ""
+    retries, backoff, malformed = term.retries, FIRST_BACKOFF, None
     while True:
         try:
             return read(call())
         except Exception as error:
             if isinstance(error, ConfigError | NonFiniteScore | WrongShape) or out_of_memory(error):
                 raise
-            repeated = str(error) == malformed
+            before, malformed = malformed, str(error) if type(error) is RewardError else None
+            repeated = malformed is not None and malformed == before
             if retries <= 0 or repeated or isinstance(error, REPEATING):
                 tries = term.retries - retries + 1
                 raise RewardError(_final_message(term, columns, error, tries)) from error
-            malformed = str(error) if type(error) is RewardError else ""
             LOG.warning("%s; trying again in %g s", _summary(term, error), backoff)
         time.sleep(backoff)
         retries, backoff = retries - 1, min(2 * backoff, MAX_BACKOFF)
@@ -166,9 +168,19 @@ def copied(value: Any) -> Any:
     return {key: copied(x) for key, x in value.items()} if type(value) is dict else value
 
 
-def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, Any]]:
+def _parameters(term: Term) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a term's function; `ConfigError` for one that shows none, such as `max`."""
+    try:
+        return inspect.signature(term.function).parameters
+    except ValueError as error:
+        raise ConfigError(f"the reward {term.name!r}: {error}; call it in a function of completions") from error
+
+
+def _arguments(
+    term: Term, columns: Mapping[str, Sequence[Any]], source: str = TRAINING
+) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of a function: columns by name; prompts and completions also as the first two positional ones."""
-    parameters = inspect.signature(term.function).parameters
+    parameters = _parameters(term)
     named = {**columns, **term.kwargs}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         named = {name: value for name, value in named.items() if name in parameters}
@@ -186,14 +198,17 @@ def _arguments(term: Term, columns: Mapping[str, Sequence[Any]]) -> tuple[list[A
         )
     raise ConfigError(
         f"the reward {term.name!r} needs {', '.join(missing)}; there are {', '.join(sorted(columns))}; others come "
-        "from the columns of prompts.dataset (train_dataset in Python) or from the term's kwargs"
+        f"from the columns of {source} or from the term's kwargs"
     )
 
 
-def check_columns(terms: Sequence[Term], names: Iterable[str]) -> None:
-    """Raise `ConfigError` unless each term's function finds its required arguments among columns of these names."""
+def check_columns(terms: Sequence[Term], names: Iterable[str], source: str = TRAINING) -> None:
+    """Raise `ConfigError` unless each term's function finds its required arguments among columns of these names.
+
+    `source` names the data set in messages.
+    """
     for term in terms:
-        _arguments(term, dict.fromkeys(names, ()))
+        _arguments(term, dict.fromkeys(names, ()), source)
 
 
 def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception, count: int) -> str:

@@ -10,10 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.models.model_loading import as_config_error, check_shapes, fuse_gelu, resolve, without_load_report
+from tokencredit.text.models.model_loading import (
+    as_config_error,
+    check_shapes,
+    fuse_gelu,
+    read_tokenizer,
+    resolve,
+    without_load_report,
+)
 from tokencredit.text.rewards.texts import Text, joined, messages, plain
 
 VALUE_HEADS = ("v_head.", "value_head.")
@@ -220,10 +227,9 @@ def load(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     _check_head(name, folder, model, loaded)
     check_shapes(name, loaded)
-    return model.to(device), tokenizer
+    return model.to(device), read_tokenizer(name, folder)
 
 
 def _check_head(name: str, folder: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> None:

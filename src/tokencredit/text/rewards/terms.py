@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
+from tokencredit.text.models.model_loading import read_tokenizer
 from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term, WrongShape, start_call, start_early
 from tokencredit.text.rewards.ready_made import READY_MADE, RewardFunction
 from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
@@ -131,8 +132,8 @@ def _as_term(reward: Any, device: torch.device | str) -> Term:
     if isinstance(reward, PreTrainedModel):
         name = reward.config._name_or_path
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+            tokenizer = read_tokenizer(name, name)
+        except ConfigError as error:
             raise ConfigError(
                 f"no tokenizer for the reward model {name!r}; save both to one folder and give that: {error}"
             ) from error
@@ -291,9 +292,13 @@ def _listed(value: Any) -> Any:
 def _number(name: str, value: Any, text: str, finite: bool) -> float:
     if not isinstance(value, Real):
         raise RewardError(f"reward term {name!r} is {value!r} for the text {text!r}; it must be a number")
-    if finite and not math.isfinite(value):
-        raise NonFiniteScore(f"reward term {name!r} is {value} for the text {text!r}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # of a whole number with more than 308 digits
+        number = math.inf
+    if finite and not math.isfinite(number):
+        raise NonFiniteScore(f"reward term {name!r} is {number} for the text {text!r}")
+    return number
 
 
 def term_metrics(

@@ -24,10 +24,12 @@ def content(message: dict[str, Any]) -> str:
 def for_template(message: dict[str, Any]) -> dict[str, Any]:
     """A message as a chat template reads it: one text, and a tool call's arguments as an object.
 
-    `ValueError` for a content that is neither a text nor blocks of text.
+    `ValueError` for a content that is neither a text nor blocks of text, or none but the assistant's.
     """
     # Arrow tables fill in missing keys with None, which a chat template may treat as set.
     message = {key: value for key, value in message.items() if value is not None}
+    if "content" not in message and message["role"] != "assistant":
+        raise ValueError(f"a message of the role {message['role']} has no content")
     blocks = message.get("content", "")
     if isinstance(blocks, list) and all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in blocks):
         message["content"] = content(message)

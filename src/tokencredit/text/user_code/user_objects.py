@@ -32,11 +32,11 @@ LIBRARIES = [str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib",
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """A context for user code, after which gradients, default dtype and working directory are as before.
+    """A context for user code, after which gradients, default device, dtype and working directory are as before.
 
-    The latter two belong to the whole process: they are restored in the main thread only, since other threads overlap.
+    The last two belong to the whole process: they are restored in the main thread only, since other threads overlap.
     """
-    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    gradients, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
     folder = None
     with suppress(FileNotFoundError):  # it is gone
         folder = Path.cwd()
@@ -44,6 +44,8 @@ def restored() -> Iterator[None]:
         yield
     finally:
         torch.set_grad_enabled(gradients)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)  # a device slows down every call
         if threading.current_thread() is threading.main_thread():
             torch.set_default_dtype(dtype)
             if folder is not None:
@@ -163,4 +165,8 @@ def described(error: BaseException) -> str:
 
 def summarized(error: BaseException) -> str:
     """An exception's type and message in one line, escaped because a service may send anything."""
-    return visible(f"raised {type(error).__name__}: {error}")
+    try:
+        message = f": {error}".removesuffix(": ")
+    except Exception:  # its class is a user's
+        message = ""
+    return visible(f"raised {type(error).__name__}{message}")
