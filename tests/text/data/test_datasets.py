@@ -73,7 +73,9 @@ def test_columns():
 def test_a_broken_line_of_jsonl_is_named(write):
     lines = jsonl({"prompt": f"p{i}"} for i in range(400)).splitlines()
     lines[316] = '{"prompt": "p316"'
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 317, column 18: Expecting ',' delimiter$"):
+    with pytest.raises(
+        ConfigError, match=r"rows\.jsonl, line 317, column 18: Expecting ',' delimiter; each line must be a JSON obj"
+    ):
         read_dataset(write("rows.jsonl", "\n".join(lines)))
     lines[316] = '"p316"'
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 317: 'p316' is not an object"):
@@ -86,6 +88,7 @@ def test_a_broken_line_of_jsonl_is_named(write):
         ("rows.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', r"rows\.jsonl, line 2: not UTF-8 text"),
         ("rows.csv", b"prompt\na\n\xe9\n", r"rows\.csv, line 3: not UTF-8 text"),
         ("rows.json", '[{"prompt": "a"},\n{"prompt" "b"}]', r"rows\.json, line 2, column 11: Expecting ':' delimiter"),
+        ("rows.jsonl", '[\n{"prompt": "a"}\n]', r"line 1, .*each line .* \(an array belongs in a \.json file\)$"),
         ("rows.json", '["a"]', r"rows\.json, row 1: 'a' is not an object"),
         ("rows.csv", "prompt,answer\na,1\nb\n", r"rows\.csv, line 3: 1 fields under 2 column names"),
         ("rows.csv", "prompt,prompt\na,1\n", r"rows\.csv, line 1: a column name occurs twice"),
@@ -104,6 +107,8 @@ def test_a_file_that_cannot_be_read_is_named(write, name, data, message):
 def test_a_missing_file_split_or_subset_is_refused(write):
     with pytest.raises(ConfigError, match=r"prompts\.dataset is 'missing\.csv', which does not exist"):
         read_dataset("missing.csv")
+    with pytest.raises(ConfigError, match=r"is 'https://a\.org/rows\.csv'; addresses are not read: give a local file"):
+        read_dataset("https://a.org/rows.csv")
     file = write("rows.jsonl", jsonl(ROWS))
     with pytest.raises(ConfigError, match=r"prompts\.split is 'test', but .*rows\.jsonl' is one file"):
         read_dataset(file, split="test")

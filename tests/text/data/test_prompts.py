@@ -1,3 +1,4 @@
+import json
 from copy import deepcopy
 from dataclasses import replace
 
@@ -165,6 +166,26 @@ def test_a_prompt_that_is_no_text_is_refused_by_row(tokenizer, prompt, message):
         Prompts([{"prompt": "A"}, {"prompt": prompt}], tokenizer, name="'x'")
 
 
+@pytest.mark.parametrize("prompt", [["a", "b"], [], QUESTION[0], 7])
+def test_a_first_prompt_of_no_format_is_told_both(tokenizer, prompt):
+    with pytest.raises(ConfigError, match=r"row 1 of 'x' is .*; it must be a text or a conversation, a list of mess"):
+        Prompts([{"prompt": prompt}], tokenizer, name="'x'")
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr])
+def test_a_conversation_written_out_as_a_text_is_refused(chatty, write):
+    with pytest.raises(ConfigError, match=r"row 1 of 'x' is a conversation written out as a text, .*list of messages"):
+        Prompts([{"prompt": write(QUESTION)}], chatty, name="'x'")
+    assert Prompts([{"prompt": "[{ is JSON"}], chatty).batch(0, 1).texts == ["[{ is JSON"]
+
+
+def test_a_message_that_the_chat_template_leaves_out_is_found(chatty):
+    blocks = deepcopy(chatty)
+    blocks.chat_template = "{% for m in messages %}{% for x in m.content %}{{ x.text }}{% endfor %}{% endfor %}Answer:"
+    assert Prompts([{"prompt": QUESTION}], blocks).lost_message() == "How was the film?"
+    assert Prompts([{"prompt": QUESTION}], chatty).lost_message() == Prompts("A text", chatty).lost_message() == ""
+
+
 @pytest.mark.parametrize("prompt", ["text", [], [{"content": "no role"}]])
 def test_a_prompt_that_is_no_conversation_is_refused_by_row(chatty, prompt):
     with pytest.raises(ConfigError, match=r"row 2 of 'x' is .*; it must be a conversation, .*as the first row is"):
@@ -305,6 +326,8 @@ def test_text_blocks_are_joined_and_other_contents_refused(chatty):
 
     blocks = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     assert rendered(blocks) == rendered("Hi there")
+    with pytest.raises(ConfigError, match=r"\[0\]: a message of the role user has no content"):
+        rendered(None)
     for content in (3, {"text": "Hi"}, [{"type": "image", "image": "x.png"}], ["Hi"]):
         with pytest.raises(ConfigError, match=r"it must be a text, or a list of text blocks"):
             rendered(content)

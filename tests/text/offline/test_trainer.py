@@ -324,3 +324,11 @@ def test_a_run_is_generated_from_evaluated_and_inspected(lora, data, tmp_path, c
     assert main(["inspect", run, "--prompt", "The film is"]) == 0
     assert json.loads((tmp_path / "run" / "inspect.json").read_text())["critic"] is None
     assert tc.load(run).generate("The film is", n=2) == tc.load(run).generate("The film is", n=2)
+
+
+@pytest.mark.parametrize(("repeated", "noted"), [(2, True), (1, False)])
+def test_completions_that_repeat_their_prompts_are_noted(repeated, noted):
+    rows = [{"prompt": "A film", "completion": "A film was good." if i < repeated else " was good."} for i in range(3)]
+    notes = OfflineTrainer(SFTConfig(), train_dataset=rows).notes
+    told = "rows of data have the whole prompt at the start of 'completion' again, so the model reads it twice"
+    assert any(told in note for note in notes) == noted

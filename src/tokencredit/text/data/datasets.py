@@ -37,6 +37,8 @@ def read_dataset(name: str, *, split: str = "train", config_name: str | None = N
         config_name: the subset of a hub data set.
         group: configuration group of these settings in messages.
     """
+    if "://" in name:
+        raise ConfigError(f"{group}.dataset is {name!r}; addresses are not read: give a local file or a hub id")
     path = Path(name).expanduser()
     if path.is_dir():
         rows = read_folder(path, split, group)
@@ -131,7 +133,8 @@ def read_text(path: Path) -> str:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read one object per line, skipping blank lines."""
     lines = enumerate(read_text(path).split("\n"), start=1)  # splitlines also splits at U+2028, inside a string
-    return [_object(_parse(path, line, number), path, f"line {number}") for number, line in lines if line.strip()]
+    hint = f"; each line must be a JSON object{' (an array belongs in a .json file)' * (path.suffix == '.jsonl')}"
+    return [_object(_parse(path, line, number, hint), path, f"line {number}") for number, line in lines if line.strip()]
 
 
 def read_json(path: Path) -> list[dict[str, Any]]:
@@ -142,12 +145,12 @@ def read_json(path: Path) -> list[dict[str, Any]]:
     return [_object(row, path, f"row {number}") for number, row in enumerate(_parse(path, text), start=1)]
 
 
-def _parse(path: Path, text: str, line: int = 1) -> Any:
-    """The value of a JSON text that begins at a line of a file."""
+def _parse(path: Path, text: str, line: int = 1, hint: str = "") -> Any:
+    """The value of a JSON text that begins at a line of a file; messages of its syntax end with a hint."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {line + error.lineno - 1}, column {error.colno}: {error.msg}") from error
+        raise ConfigError(f"{path}, line {line + error.lineno - 1}, column {error.colno}: {error.msg}{hint}") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
         raise ConfigError(f"{path}, line {line}: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,13 +19,17 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.text.data.datasets import column_names, column_values, rows_of
-from tokencredit.text.rewards.texts import answer, for_template, prefilled
+from tokencredit.text.rewards.texts import answer, content, for_template, prefilled
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
 Prompt = str | list[dict[str, Any]]
 """A plain text, or a conversation: messages with a role and a content."""
+
+
+WRITTEN_OUT = re.compile(r"""\s*\[\s*\{.*?["']role["']\s*:""", re.DOTALL)
+"""Beginning of a list of messages as JSON or Python writes it."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,15 @@ class Prompts:
         )
         return what if dropped else None
 
+    def lost_message(self) -> str:
+        """The text of the last message of the first prompt if its chat template leaves it out, as one for blocks does.
+
+        Empty for other prompts.
+        """
+        prompt = self._check(0, self.rows[0].get(self.column))
+        text = "" if isinstance(prompt, str) else content(prompt[-1]).strip()
+        return "" if text in self._render(0, prompt) else text
+
     def _filled(self, template: str) -> list[dict[str, Any]]:
         """The rows with prompts that a Jinja template makes of their columns, in the column of prompts."""
         try:
@@ -177,8 +191,9 @@ class Prompts:
             raise ConfigError(
                 f"{self.keys}.column is {self.column!r}; the columns of {self.name} are {', '.join(columns)}"
             )
-        conversational = isinstance(self.rows[0].get(self.column), list)
-        if conversational and self.tokenizer.chat_template is None:
+        first = self.rows[0].get(self.column)
+        conversational = isinstance(first, list)
+        if is_conversation(first) and self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the prompts of {self.name} are conversations, but the tokenizer has no chat template; "
                 "set chat_template in its tokenizer_config.json, or give the prompts as plain texts"
@@ -246,12 +261,16 @@ class Prompts:
             except ValueError as error:
                 raise ConfigError(f"{self._label(index)}: {error}") from error
         if isinstance(prompt, str) and not self.conversational:
+            if not index and WRITTEN_OUT.match(prompt):
+                raise ConfigError(
+                    f"{self._label(index)} is a conversation written out as a text, {prompt!r:.60}; make it a list of "
+                    "messages (in JSON or Parquet, for CSV has only texts)"
+                )
             return prompt
-        expected = "a conversation, a list of messages with a role and a content" if self.conversational else "a text"
-        raise ConfigError(
-            f"{self._label(index)} is {prompt!r:.60}; it must be {expected}"
-            + (", as the first row is" if index else "")
-        )
+        conversation = "a conversation, a list of messages with a role and a content"
+        expected = f"{conversation if self.conversational else 'a text'}, as the first row is"
+        expected = expected if index else f"a text or {conversation}"
+        raise ConfigError(f"{self._label(index)} is {prompt!r:.60}; it must be {expected}")
 
     def _render(self, index: int, prompt: Prompt) -> str:
         """A prompt as text; a conversation by its chat template, with a generation prompt unless it is prefilled."""

@@ -66,6 +66,11 @@ class Row:
         expected = "a text" + ("" if isinstance(self.prompt, str) else " or a list of the assistant's messages")
         raise ConfigError(f"{self.name}, column {column!r}, is {value!r:.60}; it must be {expected}")
 
+    def repeats_prompt(self, column: str) -> bool:
+        """True if prompt and completion are texts, and the completion begins with the prompt."""
+        value = self.columns.get(column)
+        return isinstance(self.prompt, str) and isinstance(value, str) and value.startswith(self.prompt or "\0")
+
     def truncated(self, column: str) -> bool:
         """The value of `…_truncated`: the completion was cut off, so that it has no end."""
         value = self.columns.get(f"{column}_truncated")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,7 +139,20 @@ def load_examples(
     data, notes = args.data, [*model.notes]
 
     def read(source: Any, rows: Rows | None, group: str) -> list[Example]:
-        examples, dropped = examples_of(read_rows(data, model.tokenizer, column, source, rows, group), encode)
+        repeated = 0
+
+        def counted() -> Iterator[Row]:
+            nonlocal repeated
+            for row in read_rows(data, model.tokenizer, column, source, rows, group):
+                repeated += row.repeats_prompt(column)
+                yield row
+
+        examples, dropped = examples_of(counted(), encode)
+        if 2 * repeated > len(examples) + dropped:
+            notes.append(
+                f"{repeated} rows of {group} have the whole prompt at the start of {column!r} again, so the model "
+                "reads it twice; remove it there"
+            )
         if dropped:
             notes.append(f"{dropped} of {len(examples) + dropped} rows of {group} are too long and are dropped")
         return examples
