@@ -261,6 +261,13 @@ def test_the_end_of_an_agents_run():
     )
 
 
+def test_a_closed_output_is_no_error(monkeypatch):
+    monkeypatch.setattr("sys.stdout", closed := io.StringIO())
+    screen = Screen(1)
+    closed.close()
+    screen.say("nobody reads this")
+
+
 def test_a_silent_process_says_nothing(capsys):
     with Screen(2, enabled=False) as screen:
         screen.iteration(METRICS)

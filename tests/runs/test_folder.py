@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from datetime import datetime
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,6 +55,17 @@ def test_without_a_name_a_new_folder_is_taken(tmp_path, monkeypatch):
     folder = RunFolder(None)
     folder.create(reserve=0)
     assert folder.path.parent.name == "runs"
+
+
+def test_two_runs_that_begin_in_one_second_have_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tokencredit.runs.folder.datetime", Mock(**{"now.return_value": datetime(2026, 1, 2)}))
+    names = []
+    for _ in range(3):
+        folder = RunFolder(None)
+        folder.create(reserve=0)
+        names.append(folder.path.name)
+    assert names == ["2026-01-02-00-00-00", "2026-01-02-00-00-00-2", "2026-01-02-00-00-00-3"]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -8,7 +8,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import settings_of, unknown_key
 from tokencredit.settings.foreign_names import ANSWERS, NONE, trl_names
-from tokencredit.settings.offline import DPOConfig, SFTConfig
+from tokencredit.settings.offline import DPOConfig, DPOLossConfig, SFTConfig
 from tokencredit.settings.run_kind import RUN_KINDS
 from tokencredit.settings.text import PPOConfig
 
@@ -150,6 +150,13 @@ def test_a_name_set_on_a_configuration():
     config.num_ppo_epochs = 2
     with pytest.raises(ConfigError, match=r"^unknown key num_ppo_epochs; here it is ppo\.epochs"):
         tc.PPOTrainer(args=config)
+
+
+def test_a_name_as_a_keyword():
+    with pytest.raises(ConfigError, match=r"^unknown key learning_rate; here it is optim\.lr, critic\.lr"):
+        tc.PPOConfig(learning_rate=1e-5)
+    with pytest.raises(ConfigError, match=r"^unknown key betta; did you mean beta\?$"):
+        DPOLossConfig(betta=0.1)
 
 
 def test_a_name_in_a_flag_a_file_and_a_dict(tmp_path, capsys):

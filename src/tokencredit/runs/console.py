@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import StringIO
 from types import TracebackType
 from typing import IO, Any, cast
 
@@ -78,8 +79,9 @@ class Output(Console):
 
     @property  # type: ignore[misc]  # of the parent too, with a setter that is not used
     def file(self) -> IO[str]:
-        """The stream."""
-        return cast(IO[str], Encodable(super().file))
+        """The stream; nothing is seen of what is written after user code has closed it."""
+        stream = super().file
+        return cast(IO[str], Encodable(StringIO() if stream.closed else stream))
 
     def on_broken_pipe(self) -> None:
         """Print nothing more."""

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ class RunFolder:
             raise ConfigError("run.dir is empty; give a folder, or leave it out for runs/DATE-TIME")
         self.reserve, self.job = 0, job
         self._lock: int | None = None
-        self.path = Path(folder).expanduser() if folder else Path("runs") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+        name = datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+        of_this_second = (Path("runs") / f"{name}{f'-{number}' * (number > 1)}" for number in count(1))
+        self.path = Path(folder).expanduser() if folder else next(x for x in of_this_second if not x.exists())
 
     def refuse_if_used(self, by_command: bool = False) -> None:
         """Raise `ConfigError` if the folder is not empty; call it in the main process only.

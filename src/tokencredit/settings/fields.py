@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, asdict, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.foreign_names import CHOICES, misspelt, suggestion
@@ -47,7 +47,18 @@ def at_home(path: str) -> str:
     return os.path.expanduser(path)  # noqa: PTH111  # a Path would make a hub id of ./name
 
 
-class Group:
+class Named:
+    """Base class of settings whose constructor answers a keyword that is none of them with the one that is meant."""
+
+    def __new__(cls, *_values: Any, **keywords: Any) -> Self:
+        """Raise `ConfigError` for such a keyword."""
+        kind: Any = cls
+        if unknown := sorted(keywords.keys() - hints_of(kind)):
+            raise ConfigError(unknown_key(unknown[0], settings_of(kind)))
+        return super().__new__(cls)
+
+
+class Group(Named):
     """Base class of groups of settings: types and ranges are checked when one is made."""
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, get_args, get_origin
 import yaml
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.fields import check_value, hints_of, no_group, options_of, settings_of, unknown_key
+from tokencredit.settings.fields import Named, check_value, hints_of, no_group, options_of, settings_of, unknown_key
 
 Kind = TypeVar("Kind")
 
@@ -113,7 +113,7 @@ def dump_yaml(settings: Mapping[str, Any]) -> str:
     return yaml.dump(settings, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
-class Configuration:
+class Configuration(Named):
     """Base class of whole configurations."""
 
     @classmethod
