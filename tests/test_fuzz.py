@@ -345,10 +345,17 @@ def cut_short(tmp_path_factory):
 
 TENSORS = "tensors/shard-00001-model-00001-of-00001.safetensors"
 CHECKPOINT = ("manifest.json", "state.json", "process-0.json", TENSORS)
+FOUND = ("manifest.json", TENSORS)
 
 
-@pytest.mark.parametrize("name", CHECKPOINT)
-@pytest.mark.parametrize("signed", [False, True], ids=["as found", "with a manifest that fits"])
+@pytest.mark.parametrize(
+    ("signed", "name"),
+    [
+        # A damaged file does not fit its manifest, whichever it is.
+        *(pytest.param(False, name, marks=() if name in FOUND else pytest.mark.proof) for name in CHECKPOINT),
+        *((True, name) for name in CHECKPOINT),
+    ],
+)
 def test_damaged_checkpoints_are_read_or_refused(name, signed, cut_short, tmp_path):
     """Where the manifest fits whatever stands there, the damaged checkpoint is read, or refused by name."""
     whole = Path(cut_short.run.dir)

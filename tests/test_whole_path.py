@@ -35,6 +35,7 @@ def path(monkeypatch):
     return recipe
 
 
+@pytest.mark.proof  # text/offline/test_trainer.py hands over from stage to stage
 def test_each_stage_hands_over_to_the_next(path, tmp_path, capsys):
     path.main(["--seeds", "1", "--out", str(tmp_path)])
     seed = tmp_path / "seed-1"

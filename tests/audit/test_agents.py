@@ -393,7 +393,10 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(
+    "kind",
+    ["discrete", "global", *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("continuous", "none"))],
+)
 def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
     runs = []
     settings = AgentAuditConfig(every=1, episodes=4, continuations=4, states=2)

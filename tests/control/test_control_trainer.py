@@ -318,6 +318,7 @@ def test_returns_are_counted_before_normalisation(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.proof  # below: what it reads
 def test_a_transformer_learns_what_one_observation_does_not_tell(tmp_path):
     """The reward is for repeating what was seen two steps ago."""
     args = small(

@@ -38,7 +38,13 @@ def test_the_first_run_is_what_the_others_read(first):
     assert summary["reward_last"] > summary["reward_first"]
 
 
-@pytest.mark.parametrize("title", [title for title in SNIPPETS if title != "Train"])
+LONG = ("Several turns", "LoRA")
+
+
+@pytest.mark.parametrize(
+    "title",
+    [pytest.param(title, marks=pytest.mark.proof if title in LONG else ()) for title in SNIPPETS if title != "Train"],
+)
 def test_a_snippet_runs_as_it_stands(title, first, tmp_path, monkeypatch, capsys):
     if "runs/first" in SNIPPETS[title][1]:
         shutil.copytree(first, tmp_path, dirs_exist_ok=True)

@@ -109,7 +109,9 @@ def test_quantity_order_and_iterations_can_be_chosen(browser, run_folder):
     assert complaints(browser) == []
 
 
-@pytest.mark.parametrize(("width", "schemes"), [(400, ("dark", "light")), (1600, ("light", "dark"))])
+@pytest.mark.parametrize(
+    ("width", "schemes"), [(400, ("dark", "light")), pytest.param(1600, ("light", "dark"), marks=pytest.mark.proof)]
+)
 def test_the_page_fits_narrow_and_wide_windows_in_light_and_dark(browser, run_folder, view, width, schemes):
     view(width, schemes[0])
     opened(browser, run_folder)

@@ -130,7 +130,9 @@ def test_curves_can_be_left_out(browser, page):
     assert list(curves(browser)) == ["optim.lr 0.0001", "optim.lr 0.001"]
 
 
-@pytest.mark.parametrize(("width", "schemes"), [(400, ("dark", "light")), (1600, ("light", "dark"))])
+@pytest.mark.parametrize(
+    ("width", "schemes"), [(400, ("dark", "light")), pytest.param(1600, ("light", "dark"), marks=pytest.mark.proof)]
+)
 def test_the_page_fits_narrow_and_wide_windows_in_light_and_dark(browser, page, view, width, schemes):
     view(width, schemes[0])
     opened(browser, page)

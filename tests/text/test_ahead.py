@@ -56,15 +56,19 @@ class Weights(Patient):
         self.weights.append({name: x.clone() for name, x in trainer.policy.lm.state_dict().items()})
 
 
+PLAIN = {}
+STOPS = {"rollout": {"per_prompt": 4, "stop": ["."], "max_new_tokens": 16}}
+LORA = {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2)), "rollout": {"temperature": 0.7}}
+
+
 @pytest.mark.parametrize(
-    "groups",
+    ("groups", "max_age"),
     [
-        {},
-        {"rollout": {"per_prompt": 4, "stop": ["."], "max_new_tokens": 16}},
-        {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2)), "rollout": {"temperature": 0.7}},
+        (STOPS, 2),
+        (LORA, 1),
+        *(pytest.param(*case, marks=pytest.mark.proof) for case in ((PLAIN, 1), (PLAIN, 2), (STOPS, 1), (LORA, 2))),
     ],
 )
-@pytest.mark.parametrize("max_age", [1, 2])
 def test_tokens_have_the_log_probs_of_the_weights_of_their_age(groups, max_age, tmp_path):
     seen = Weights()
     args = ahead(tmp_path / "run", 4, max_age, **groups)

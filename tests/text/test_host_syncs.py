@@ -51,7 +51,7 @@ def batch(request, tmp_path):
     return trainer, scored, trainer.credit.give(scored)[1]
 
 
-@pytest.mark.parametrize(("whiten", "micro_batches"), [(False, 1), (True, 3)])
+@pytest.mark.parametrize(("whiten", "micro_batches"), [pytest.param(False, 1, marks=pytest.mark.proof), (True, 3)])
 def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
     whiten, micro_batches, batch, counts, monkeypatch
 ):

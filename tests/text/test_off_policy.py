@@ -177,6 +177,7 @@ def test_a_run_with_a_nucleus_is_corrected_to_the_whole_distribution(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.proof  # models/test_precision.py has what bfloat16 draws from
 def test_in_bfloat16_tokens_are_drawn_by_another_pass(tmp_path):
     settings = {"model": ModelConfig(dtype="bfloat16"), "rollout": replace(NUCLEUS, top_p=None)}
     _, (plain,) = trained(tmp_path / "plain", **settings)
@@ -217,7 +218,13 @@ def test_samples_hold_the_logprobs_of_the_draws(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("critic", "proximal", "passes"),
-    [("none", "interpolated", 1), ("none", "recomputed", 3), ("shared", "interpolated", 3)],
+    [
+        ("none", "interpolated", 1),
+        *(
+            pytest.param(*case, 3, marks=pytest.mark.proof)
+            for case in (("none", "recomputed"), ("shared", "interpolated"))
+        ),
+    ],
 )
 def test_the_pass_before_an_update_is_skipped_where_nothing_reads_it(critic, proximal, passes, tmp_path, monkeypatch):
     exact, scored = RequestEngine.exact, []

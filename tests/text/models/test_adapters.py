@@ -124,7 +124,13 @@ def test_the_reference_of_an_adapter_that_goes_on_has_no_dropout(model_folders, 
     assert not any(module.training for module in models.policy.lm.modules())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# One of each way that Tokencredit tells apart; how PEFT reshapes a layer makes no difference to it.
+IN_SUITE = ("LoRA", "PiSSA", "with a random start", "with biases", "with a head", "with tokens", "IA3", "VB-LoRA")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in IN_SUITE else pytest.mark.proof) for kind in KINDS]
+)
 @pytest.mark.slow
 def test_each_kind_trains_and_its_reference_stays(kind, model_folders, tmp_path):
     """A new adapter first, then the same going on from its folder; what is saved is what was trained."""

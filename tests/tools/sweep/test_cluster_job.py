@@ -30,6 +30,7 @@ def begin(run, token):
             job.kill()
 
 
+@pytest.mark.proof
 def test_a_job_stops_for_the_cluster_and_only_one_trains_a_run(tmp_path):
     (run,) = read_sweep(sweep_file(tmp_path, base=ENDLESS), configure)
     folder = JobFolder(run)

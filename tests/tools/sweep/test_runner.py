@@ -116,6 +116,7 @@ def test_an_exported_file_is_the_run(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes in /proc")
+@pytest.mark.proof  # below: one process at a time per run; test_chaos.py: kills
 def test_a_sweep_killed_twice_equals_uninterrupted_runs(tmp_path):
     """Once with all its processes, once alone: then the one it left behind is waited for."""
     cut, out = sweep_file(tmp_path, base=LONG, variants={"one": {}, "two": {"optim.lr": 0.01}}), tmp_path / "out"
