@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import warm
-from helpers.configs import text_config
+from helpers.configs import quiet, text_config
 from helpers.files import read_events, read_jsonl, read_metrics, without_times
 from helpers.models import SHAPE, changed_weights, copy_weights, random_lm
 from tokencredit import Callback
@@ -32,14 +32,14 @@ from tokencredit.text.rewards.terms import Term
 
 
 def small(folder, **changes):
-    run = RunConfig(dir=str(folder), iterations=2, samples=3, show_every=2)
+    run = RunConfig(dir=str(folder), iterations=2, samples=3, show_every=2, trackers=[])
     return text_config(folder, **{"run": run} | changes)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "one"
-    trainer = PPOTrainer(args=small(folder))
+    trainer = PPOTrainer(args=small(folder, run=RunConfig(dir=str(folder), iterations=2, samples=3, show_every=2)))
     return folder, trainer, trainer.train()
 
 
@@ -138,7 +138,7 @@ def test_tensorboard_has_every_metric(run):
 
 @pytest.mark.slow
 def test_another_seed_gives_another_run(run, tmp_path):
-    PPOTrainer(args=small(tmp_path / "other", seed=2)).train()
+    PPOTrainer(args=small(tmp_path / "other", seed=2, run=quiet(tmp_path / "other"))).train()
     assert read_jsonl(tmp_path / "other" / "samples.jsonl")[0] != read_jsonl(run[0] / "samples.jsonl")[0]
 
 
@@ -288,7 +288,7 @@ def test_a_run_with_checkpointing_or_dropout_trains(setting, tmp_path):
 @pytest.mark.slow
 def test_learning_rates_rise_and_fall(tmp_path):
     optim = OptimConfig(lr=1e-4, warmup=1, schedule="linear", final_scale=0.0)
-    run = RunConfig(dir=str(tmp_path / "run"), iterations=4)
+    run = quiet(tmp_path / "run", 4)
     args = small(tmp_path / "run", optim=optim, critic=CriticConfig(lr=1e-3), run=run)
     PPOTrainer(args=args).train()
     metrics = read_metrics(tmp_path / "run")
@@ -296,6 +296,7 @@ def test_learning_rates_rise_and_fall(tmp_path):
     assert [m["value_lr"] for m in metrics] == pytest.approx([10 * m["lr"] for m in metrics])
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
     """The whole machine on a reward whose best answer is known: say as many e's as possible."""
@@ -453,7 +454,7 @@ def two_iterations(folder, **model):
         args=small(
             folder,
             prompts=PromptsConfig(text=["A", "This movie was really quite", "The"]),
-            rollout=RolloutConfig(batch_size=12, max_new_tokens=30),
+            rollout=RolloutConfig(batch_size=6, max_new_tokens=16),
             model=ModelConfig(dtype="float32", **model),
             critic=CriticConfig(kind="separate"),
         )
@@ -524,7 +525,7 @@ def odd_in(iterations, bad, honest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.proof)])
 def test_non_finite_rewards_stop_the_run_and_keep_the_policy(bad, tmp_path, monkeypatch):
     monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 2)
     run = tmp_path / "run"
