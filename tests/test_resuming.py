@@ -35,17 +35,17 @@ from tokencredit.text.rewards.terms import Term
 pytestmark = pytest.mark.slow
 
 
-def text(folder, iterations=6, **groups):
+def text(folder, iterations=3, **groups):
     small = {
         "rollout": RolloutConfig(batch_size=8, max_new_tokens=6),
         "optim": OptimConfig(schedule="cosine"),
-        "run": quiet(folder, iterations, save_every=2, samples=3),
+        "run": quiet(folder, iterations, save_every=1, samples=3),
     }
     return text_config(folder, **small | groups)
 
 
-def control(folder, iterations=6, **groups):
-    small = {"steps": 50, "eval": EpisodesConfig(episodes=0), "run": quiet_agent(folder, iterations, save_every=2)}
+def control(folder, iterations=3, **groups):
+    small = {"steps": 50, "eval": EpisodesConfig(episodes=0), "run": quiet_agent(folder, iterations, save_every=1)}
     return control_config(folder, **small | groups)
 
 
@@ -88,10 +88,10 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cut_in_6(tmp_path_factory):
+def cut_in_3(tmp_path_factory):
     """The same run, which ended in its last iteration; tests take copies."""
     folder = tmp_path_factory.mktemp("resuming") / "cut"
-    cut(PPOTrainer, text(folder), 6)
+    cut(PPOTrainer, text(folder), 3)
     return folder
 
 
@@ -100,7 +100,7 @@ TEXTS = {
         "advantage": AdvantageConfig(lam_follows=True),
         "kl": KLConfig(target=1.0),
         "score": ScoreConfig(normalize="running"),
-        "eval": EvalConfig(every=2, samples=8, max_new_tokens=6),
+        "eval": EvalConfig(every=1, samples=8, max_new_tokens=6),
         "prompts": PromptsConfig(text=["This movie", "The film was", "I"], shuffle=True),
     },
     "LoRA with dropout, a probe on the first layer": {
@@ -126,11 +126,18 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("what", TEXTS)
+# The other proofs: test_pretraining.py resumes a separate critic, and text/test_adapter_runs.py and
+# text/offline/test_trainer.py adapters, with dropout too.
+IN_SUITE = ("everything that remembers", "episodes of several turns, credit by turn")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what in IN_SUITE else pytest.mark.proof) for what in TEXTS]
+)
 def test_a_resumed_language_model_equals_an_uninterrupted_run(what, tmp_path):
-    PPOTrainer(args=text(tmp_path / "whole", 4, **TEXTS[what])).train()
-    cut(PPOTrainer, text(tmp_path / "cut", 4, **TEXTS[what]), 3)
-    resumed(PPOTrainer, text(tmp_path / "cut", 4, **TEXTS[what]))
+    PPOTrainer(args=text(tmp_path / "whole", **TEXTS[what])).train()
+    cut(PPOTrainer, text(tmp_path / "cut", **TEXTS[what]), 2)
+    resumed(PPOTrainer, text(tmp_path / "cut", **TEXTS[what]))
     assert_same(tmp_path / "whole", tmp_path / "cut")
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "cut")]
     for name in ("reward_first", "reward_last", "kl_last", "iterations", "stopped_by"):
@@ -138,13 +145,14 @@ def test_a_resumed_language_model_equals_an_uninterrupted_run(what, tmp_path):
 
 
 AGENTS = {
-    "CartPole": {},
-    "a transformer": {"agent": AgentConfig(policy="transformer", hidden=[16], context=4)},
+    "a transformer, steps of the critic alone": {
+        "agent": AgentConfig(policy="transformer", hidden=[16], context=4),
+        "critic": AgentCriticConfig(epochs=2, coef=0.0, loss="huber", buffer=2),
+    },
     "MuJoCo, normalised, in processes": {
         "env": EnvConfig(id="Hopper-v5", number=2, processes=True, normalize_observations=True, normalize_rewards=True),
         "steps": 64,
     },
-    "steps of the critic alone": {"critic": AgentCriticConfig(epochs=2, coef=0.0, loss="huber", buffer=2)},
     "episodes that end with the rollout": {
         "env": EnvConfig(id="Acrobot-v1", kwargs={"max_episode_steps": 10}),
         "steps": 10,
@@ -155,9 +163,9 @@ AGENTS = {
 
 @pytest.mark.parametrize("what", AGENTS)
 def test_a_resumed_agent_equals_an_uninterrupted_run(what, tmp_path):
-    ControlTrainer(args=control(tmp_path / "whole", 4, **AGENTS[what])).train()
-    cut(ControlTrainer, control(tmp_path / "cut", 4, **AGENTS[what]), 3)
-    resumed(ControlTrainer, control(tmp_path / "cut", 4, **AGENTS[what]))
+    ControlTrainer(args=control(tmp_path / "whole", **AGENTS[what])).train()
+    cut(ControlTrainer, control(tmp_path / "cut", **AGENTS[what]), 2)
+    resumed(ControlTrainer, control(tmp_path / "cut", **AGENTS[what]))
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
@@ -179,10 +187,10 @@ class Elsewhere(gym.Env):
 def test_an_environment_that_cannot_be_brought_back_is_named_and_begins_anew(tmp_path):
     gym.register("Elsewhere-v0", Elsewhere, max_episode_steps=30)
     args = control(tmp_path / "run", env=EnvConfig(id="Elsewhere-v0", number=2))
-    cut(ControlTrainer, args, 3)
+    cut(ControlTrainer, args, 2)
     trainer = resumed(ControlTrainer, args)
     assert any("environments 0, 1 could not be restored" in event for event in read_events(tmp_path / "run"))
-    assert [m["iteration"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert [m["iteration"] for m in metrics(tmp_path / "run")] == [1, 2, 3]
     assert set(trainer.episodes) == {(30.0, 30)}, "no episode is counted that was not whole"
 
 
@@ -196,21 +204,23 @@ def test_resuming_restores_python_numpy_and_torch_rng_state(tmp_path):
 
     where = ["whole"]
     random.seed(1), np.random.seed(1)
-    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "whole", 4)).train()
+    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "whole")).train()
     where = ["cut"]
     random.seed(1), np.random.seed(1)
     with pytest.raises(Killed):
-        die_in(PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut", 4)), 3).train()
+        die_in(PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut")), 2).train()
     random.seed(2), np.random.seed(2)
-    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut", 4)).train(resume_from_checkpoint=True)
-    assert seen["cut"][:3] == seen["whole"][:3]
-    assert seen["cut"][3:] == seen["whole"][2:], "iteration 3 came twice"
+    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut")).train(resume_from_checkpoint=True)
+    assert seen["cut"][:2] == seen["whole"][:2]
+    assert seen["cut"][2:] == seen["whole"][1:], "iteration 2 came twice"
 
 
 def test_before_the_first_checkpoint_a_run_begins_anew(whole, tmp_path):
-    cut(PPOTrainer, text(tmp_path / "cut"), 2)
+    args = text(tmp_path / "cut")
+    args = replace(args, run=replace(args.run, save_every=2))
+    cut(PPOTrainer, args, 2)
     assert metrics(tmp_path / "cut")
-    resumed(PPOTrainer, text(tmp_path / "cut"))
+    resumed(PPOTrainer, args)
     assert_same(whole, tmp_path / "cut")
     assert "no checkpoint yet: the run begins anew" in read_events(tmp_path / "cut")
 
@@ -218,27 +228,27 @@ def test_before_the_first_checkpoint_a_run_begins_anew(whole, tmp_path):
 def test_without_checkpoints_nothing_is_thrown_away(tmp_path):
     args = text(tmp_path / "cut")
     args = replace(args, run=replace(args.run, save_every=0))
-    cut(PPOTrainer, args, 3)
+    cut(PPOTrainer, args, 2)
     before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=r"has no checkpoint: run\.save_every is 0"):
         resumed(PPOTrainer, args)
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_finished_run_needs_more_iterations_to_resume(tmp_path):
-    PPOTrainer(args=text(tmp_path / "run", 4)).train()
+def test_a_finished_run_needs_more_iterations_to_resume(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
     with pytest.raises(
-        ConfigError, match=r"has done all its 4 iterations; raise run\.iterations to continue, above 4 \(it is \d\)"
+        ConfigError, match=r"has done all its 3 iterations; raise run\.iterations to continue, above 3 \(it is \d\)"
     ):
-        resumed(PPOTrainer, text(tmp_path / "run", 4))
+        resumed(PPOTrainer, text(tmp_path / "run"))
     assert (tmp_path / "run" / "summary.json").is_file()
-    resumed(PPOTrainer, text(tmp_path / "run", 5))
-    assert [m["iteration"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
-    assert "run.iterations is now 5; it was 4" in read_events(tmp_path / "run")
+    resumed(PPOTrainer, text(tmp_path / "run", 4))
+    assert [m["iteration"] for m in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert "run.iterations is now 4; it was 3" in read_events(tmp_path / "run")
 
 
 def test_a_run_killed_after_its_last_iteration_is_finished_by_resuming(tmp_path):
-    args = text(tmp_path / "run", 4)
+    args = text(tmp_path / "run", 2)
     trainer = PPOTrainer(args=args)
     trainer.finish = lambda stopped_by: (_ for _ in ()).throw(Killed)
     with pytest.raises(Killed):
@@ -246,18 +256,18 @@ def test_a_run_killed_after_its_last_iteration_is_finished_by_resuming(tmp_path)
     assert not (tmp_path / "run" / "policy").exists()
     resumed(PPOTrainer, args)
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
-    assert len(metrics(tmp_path / "run")) == 4
+    assert len(metrics(tmp_path / "run")) == 2
 
 
 def test_a_stopping_rule_that_was_met_stops_the_resumed_run(tmp_path):
-    args = text(tmp_path / "run", stop=StopConfig(reward=-1.0, patience=3))
+    args = text(tmp_path / "run", stop=StopConfig(reward=-1.0, patience=2))
     trainer = PPOTrainer(args=args)
     trainer.finish = lambda stopped_by: (_ for _ in ()).throw(Killed)
     with pytest.raises(Killed):
         trainer.train()
     trainer = resumed(PPOTrainer, args)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["iterations"], summary["stopped_by"]) == (3, "stop.reward")
+    assert (summary["iterations"], summary["stopped_by"]) == (2, "stop.reward")
 
 
 TENSORS = "tensors/shard-00001-model-00001-of-00001.safetensors"
@@ -273,57 +283,61 @@ def flipped(content):
 
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [("manifest.json", half), ("state.json", half), (TENSORS, half), ("process-0.json", half), (TENSORS, flipped)],
+    [
+        ("manifest.json", half),
+        (TENSORS, flipped),
+        *(pytest.param(file, half, marks=pytest.mark.proof) for file in ("state.json", TENSORS, "process-0.json")),
+    ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, damage, whole, cut_in_6, tmp_path):
-    shutil.copytree(cut_in_6, tmp_path / "cut")
-    damaged = tmp_path / "cut" / "checkpoints" / "000004" / file
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, damage, whole, cut_in_3, tmp_path):
+    shutil.copytree(cut_in_3, tmp_path / "cut")
+    damaged = tmp_path / "cut" / "checkpoints" / "000002" / file
     damaged.write_bytes(damage(damaged.read_bytes()))
     resumed(PPOTrainer, text(tmp_path / "cut"))
-    assert any(f"000004 cannot be used, trying the one before it: {file}" in e for e in read_events(tmp_path / "cut"))
-    assert "resumed after iteration 2" in read_events(tmp_path / "cut")
+    assert any(f"000002 cannot be used, trying the one before it: {file}" in e for e in read_events(tmp_path / "cut"))
+    assert "resumed after iteration 1" in read_events(tmp_path / "cut")
     assert_same(whole, tmp_path / "cut")
 
 
-def test_when_every_checkpoint_is_damaged_nothing_is_touched(cut_in_6, tmp_path):
-    shutil.copytree(cut_in_6, tmp_path / "cut")
+def test_when_every_checkpoint_is_damaged_nothing_is_touched(cut_in_3, tmp_path):
+    shutil.copytree(cut_in_3, tmp_path / "cut")
     for manifest in (tmp_path / "cut" / "checkpoints").glob("*/manifest.json"):
         manifest.write_text("{}")
     before = (tmp_path / "cut" / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"000004 cannot be used.*000002 cannot be used.*begin a new run"):
+    with pytest.raises(ConfigError, match=r"000002 cannot be used.*000001 cannot be used.*begin a new run"):
         resumed(PPOTrainer, text(tmp_path / "cut"))
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
 
 
-def test_metrics_that_lost_lines_take_an_older_checkpoint(whole, cut_in_6, tmp_path):
-    shutil.copytree(cut_in_6, tmp_path / "cut")
+def test_metrics_that_lost_lines_take_an_older_checkpoint(whole, cut_in_3, tmp_path):
+    shutil.copytree(cut_in_3, tmp_path / "cut")
     file = tmp_path / "cut" / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[:3]) + lines[3][:40])
+    file.write_bytes(lines[0] + lines[1][:40])
     resumed(PPOTrainer, text(tmp_path / "cut"))
     assert any("metrics.jsonl has lost lines" in event for event in read_events(tmp_path / "cut"))
     assert_same(whole, tmp_path / "cut")
 
 
 def test_the_newest_checkpoints_are_kept_and_the_one_that_evaluated_best(tmp_path):
-    args = text(tmp_path / "run", 9, eval=EvalConfig(every=1, samples=4, max_new_tokens=4))
+    args = text(tmp_path / "run", 5, eval=EvalConfig(every=1, samples=4, max_new_tokens=4))
     PPOTrainer(args=args).train()
     rewards = [m["eval/reward"] for m in metrics(tmp_path / "run")]
     best = rewards.index(max(rewards)) + 1
     kept = {int(folder.name) for folder in (tmp_path / "run" / "checkpoints").iterdir()}
     assert best in kept
-    assert {8, 9} <= kept
+    assert {4, 5} <= kept
     assert len(kept) <= 3
 
 
-def test_settings_may_change_and_that_is_written_down(tmp_path):
+def test_settings_may_change_and_that_is_written_down(cut_in_3, tmp_path):
+    shutil.copytree(cut_in_3, tmp_path / "run")
     args = text(tmp_path / "run")
-    cut(PPOTrainer, args, 5)
     args = replace(args, optim=replace(args.optim, lr=3e-5, schedule="constant"), kl=KLConfig(coef=0.2))
     trainer = resumed(PPOTrainer, args)
     rows = metrics(tmp_path / "run")
-    assert [row["lr"] == 3e-5 for row in rows] == [False] * 4 + [True] * 2
-    assert [row["kl_coef"] for row in rows] == [0.05] * 4 + [0.2] * 2
+    assert [row["lr"] == 3e-5 for row in rows] == [False, False, True]
+    assert [row["kl_coef"] for row in rows] == [0.05, 0.05, 0.2]
     assert "optim.lr is now 3e-05; it was 0.0001" in read_events(tmp_path / "run")
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 3e-5
     assert all(state["step"] > 0 for state in trainer.learner.optimizer.state.values())
@@ -403,8 +417,8 @@ def test_models_whose_files_changed_are_events(tmp_path):
     assert events(3) == ["model.name", "critic.name", "reward[0].classifier"]
 
 
-def test_a_setting_that_may_not_change_is_refused_before_a_file_is_touched(cut_in_6, tmp_path):
-    shutil.copytree(cut_in_6, tmp_path / "run")
+def test_a_setting_that_may_not_change_is_refused_before_a_file_is_touched(cut_in_3, tmp_path):
+    shutil.copytree(cut_in_3, tmp_path / "run")
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
     with pytest.raises(ConfigError, match=r"seed is .*, but this run was begun with .*; it cannot change any more"):
         resumed(PPOTrainer, text(tmp_path / "run", seed=2))
@@ -417,7 +431,7 @@ def test_another_model_or_tokenizer_under_the_same_name_is_refused(part, model_f
     folder = tmp_path / "model"
     model.save_pretrained(folder), tokenizer.save_pretrained(folder)
     args = text(tmp_path / "run", model=ModelConfig(name=str(folder), dtype="float32"))
-    cut(PPOTrainer, args, 3)
+    cut(PPOTrainer, args, 2)
     if part == "model":
         model.get_input_embeddings().weight.data[0, 0] += 1
         model.save_pretrained(folder)
@@ -446,20 +460,20 @@ def test_an_iteration_whose_reward_failed_is_repeated_with_the_same_random_numbe
     iteration = trainer.iteration
 
     def falling(number):
-        down[0] = number == 4
+        down[0] = number == 2
         return iteration(number)
 
     trainer.iteration = falling
-    with pytest.raises(RunStopped, match=r"stopped in iteration 4: .*down.*; resume from Python with the same"):
+    with pytest.raises(RunStopped, match=r"stopped in iteration 2: .*down.*; resume from Python with the same"):
         trainer.train()
     down[0] = False
-    assert (tmp_path / "cut" / "checkpoints" / "000003").is_dir()
+    assert (tmp_path / "cut" / "checkpoints" / "000001").is_dir()
     PPOTrainer(reward_funcs=terms, args=text(tmp_path / "cut")).train(resume_from_checkpoint=True)
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 
 def test_a_tracker_that_fails_is_left_out(tmp_path):
-    args = text(tmp_path / "run", 3)
+    args = text(tmp_path / "run", 2)
     (tmp_path / "run").mkdir()
     trainer = PPOTrainer(args=replace(args, run=replace(args.run, trackers=["tensorboard"])))
     begin = trainer.record.begin
@@ -471,21 +485,13 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
     trainer.record.begin = then_break
     trainer.train()
     assert "the tracker tensorboard is disabled from here on: OSError: disk gone" in read_events(tmp_path / "run")
-    assert len(metrics(tmp_path / "run")) == 3
+    assert len(metrics(tmp_path / "run")) == 2
 
 
-def test_a_moved_folder_is_resumed_where_it_is(tmp_path):
-    cut(PPOTrainer, text(tmp_path / "run", 3), 3)
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert main(["train", "--resume", str(tmp_path / "moved")]) == 0
-    assert len(metrics(tmp_path / "moved")) == 3
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_manifest_cannot_lead_out_of_its_folder(cut_in_6, tmp_path):
-    shutil.copytree(cut_in_6, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "000004")
-    manifest = tmp_path / "run" / "checkpoints" / "000002" / "manifest.json"
+def test_a_manifest_cannot_lead_out_of_its_folder(cut_in_3, tmp_path):
+    shutil.copytree(cut_in_3, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "000002")
+    manifest = tmp_path / "run" / "checkpoints" / "000001" / "manifest.json"
     told = json.loads(manifest.read_text())
     for name in ("../../../secret", str(tmp_path / "secret"), "tensors/../../../../secret"):
         (tmp_path / "secret").write_text("{}")
@@ -495,16 +501,14 @@ def test_a_manifest_cannot_lead_out_of_its_folder(cut_in_6, tmp_path):
             resumed(PPOTrainer, text(tmp_path / "run"))
 
 
-def test_files_have_the_users_own_permissions(tmp_path):
-    PPOTrainer(args=text(tmp_path / "run", 2)).train()
+def test_files_have_the_users_own_permissions(whole, tmp_path):
     (tmp_path / "plain").write_text("")
     usual = (tmp_path / "plain").stat().st_mode
-    assert {p.stat().st_mode for p in (tmp_path / "run").rglob("*") if p.is_file()} == {usual}
+    assert {p.stat().st_mode for p in whole.rglob("*") if p.is_file()} == {usual}
 
 
-def test_only_the_flag_resumes_in_either_spelling(tmp_path, capsys):
-    run = tmp_path / "run"
-    cut(PPOTrainer, text(run, 3), 3)
+def test_only_the_flag_resumes_and_a_moved_folder_where_it_is(cut_in_3, tmp_path, capsys):
+    run, left = shutil.copytree(cut_in_3, tmp_path / "run"), (cut_in_3 / "metrics.jsonl").read_bytes()
     (tmp_path / "sly.yaml").write_text(
         f"resume: {run}\nrun: {{dir: {tmp_path / 'other'}, iterations: 1, trackers: []}}\n"
     )
@@ -512,11 +516,12 @@ def test_only_the_flag_resumes_in_either_spelling(tmp_path, capsys):
     assert "resume is an option of the command" in capsys.readouterr().err
     assert main(["train", f"--resume={run}"]) == 0
     assert len(metrics(run)) == 3
+    assert (cut_in_3 / "metrics.jsonl").read_bytes() == left
 
 
-def test_the_default_prompts_are_the_same_by_name_and_by_null(tmp_path):
-    cut(PPOTrainer, text(tmp_path / "run", 3, prompts=PromptsConfig(text=["This movie was really"])), 3)
-    resumed(PPOTrainer, text(tmp_path / "run", 3))
+def test_the_default_prompts_are_the_same_by_name_and_by_null(cut_in_3, tmp_path):
+    shutil.copytree(cut_in_3, tmp_path / "run")
+    resumed(PPOTrainer, text(tmp_path / "run", prompts=PromptsConfig(text=["This movie was really"])))
     assert read_events(tmp_path / "run") == ["resumed after iteration 2"]
 
 
