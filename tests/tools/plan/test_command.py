@@ -10,6 +10,7 @@ from tokencredit import PPOConfig
 from tokencredit.cli import main
 from tokencredit.tools.plan import show
 from tokencredit.tools.plan.plan import make_plan, remedies
+from tokencredit.tools.plan.work import plan_work
 
 SMALL = {"rollout.batch_size": 8, "rollout.max_new_tokens": 12, "model.dtype": "float32", "run.iterations": 3}
 SMALL |= {"reward": [{"function": "length"}], "rollout.stop_at_eos": False}
@@ -17,6 +18,15 @@ SMALL |= {"reward": [{"function": "length"}], "rollout.stop_at_eos": False}
 
 def planned(settings=None, **options):
     return make_plan(PPOConfig.from_dict(SMALL | (settings or {})), time=False, **options)
+
+
+def work_of(settings=None, **options):
+    return plan_work(PPOConfig.from_dict(SMALL | (settings or {})), **options)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned()
 
 
 def test_the_table_says_how_much_when_and_where(capsys, tmp_path):
@@ -71,23 +81,23 @@ def test_a_file_holds_settings_and_no_options_of_the_command(capsys, tmp_path):
 
 
 def test_assumed_lengths_are_named():
-    assert "every completion has 12 tokens" in planned({"rollout.stop_at_eos": True}).work.assumptions[0]
-    assert "every completion" not in planned({"rollout.stop_at_eos": True}, tokens=5).work.assumptions[0]
+    assert "every completion has 12 tokens" in work_of({"rollout.stop_at_eos": True}).assumptions[0]
+    assert "every completion" not in work_of({"rollout.stop_at_eos": True}, tokens=5).assumptions[0]
 
 
 def test_prompts_are_counted():
-    plan = planned({"prompts.text": ["This movie was", "This movie was really"]})
-    longest = plan.work.batch.prompt
-    assert plan.work.mean.prompt <= longest
-    assert planned(prompt_tokens=7).work.batch.prompt == 7
+    work = work_of({"prompts.text": ["This movie was", "This movie was really"]})
+    assert work.mean.prompt <= work.batch.prompt
+    assert work_of(prompt_tokens=7).batch.prompt == 7
 
 
 def test_memory_that_does_not_fit_is_a_warning_with_what_to_change(monkeypatch):
     plan = replace(planned(processes=2), libraries=0)
     small = replace(plan, memory=10**7)
     monkeypatch.setattr(show, "free_disk", lambda _: 10**5)
-    warnings = list(show.warnings(small))
     changes = list(remedies(small))
+    monkeypatch.setattr(show, "remedies", lambda _: changes)
+    warnings = list(show.warnings(small))
     assert f"the {plan.peak[0]} needs 2 ×" in warnings[0]
     assert "10 MB of RAM are available" in warnings[0]
     assert any("run.shard: full" in warning for warning in warnings)
@@ -98,20 +108,22 @@ def test_memory_that_does_not_fit_is_a_warning_with_what_to_change(monkeypatch):
     assert sizes == sorted(sizes, reverse=True), "each change comes on top of those before"
 
 
-def test_the_time_of_all_iterations_is_that_of_one_times_their_number():
-    plan = replace(planned(), seconds={"rollout": 1.0, "update": 3.0})
+def test_the_time_of_all_iterations_is_that_of_one_times_their_number(plan):
+    plan = replace(plan, seconds={"rollout": 1.0, "update": 3.0})
     first, second = list(show.totals(plan))[:2]
     assert first == "time      about 4 s per iteration: rollout 1 s, update 3 s"
     assert "about 12 s in all" in second
     assert "the run does not fit" in next(show.totals(replace(plan, seconds=None, memory=1.0)))
 
 
-def test_disk_holds_checkpoints_and_policies():
-    plan = planned({"run.keep_last": 3})
-    assert plan.disk["checkpoints"] == 3 * 12 * plan.sizes.trained
+def test_disk_holds_checkpoints_and_policies(plan):
+    def disk(settings):
+        return replace(plan, work=work_of(settings)).disk
+
+    assert disk({"run.keep_last": 3})["checkpoints"] == 3 * 12 * plan.sizes.trained
     assert plan.disk["policy"] == plan.sizes.parts["kept"]["weights"] + plan.sizes.parts["kept"]["critic"]
-    assert planned({"run.save_every": 0}).disk["checkpoints"] == 0
-    assert "best" in planned({"eval.every": 1}).disk
+    assert disk({"run.save_every": 0})["checkpoints"] == 0
+    assert "best" in disk({"eval.every": 1})
 
 
 def test_a_gpu_that_this_machine_lacks_is_planned(capsys):

@@ -1,6 +1,8 @@
 """Measured sizes are those of real tensors, for every family and kind of run."""
 
 from dataclasses import replace
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -26,10 +28,17 @@ FAMILIES = {
     "gpt_neox": {"intermediate_size": 128},
     "mixtral": {**WIDER, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+IN_SUITE = (("gpt2", "float32"), ("llama", "float32"), ("mixtral", "float32"), ("gemma2", "bfloat16"))
 
 
 def work_of(settings=None, **options):
     return plan_work(PPOConfig.from_dict(SMALL | (settings or {})), **options)
+
+
+@cache
+def sizes(critic="shared"):
+    """Sizes of a run of one process."""
+    return measure(work_of({"critic.kind": critic}))
 
 
 def family(kind, folder, settings=None, **options):
@@ -47,8 +56,13 @@ def live_update(work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(*case, marks=() if case in IN_SUITE else pytest.mark.proof)
+        for case in product(FAMILIES, ("float32", "bfloat16"))
+    ],
+)
 def test_an_update_on_fake_tensors_takes_the_memory_of_a_real_one(kind, dtype, tmp_path):
     work = family(kind, tmp_path, {"model.dtype": dtype})
     measured = measure(work)
@@ -64,10 +78,11 @@ def test_an_update_on_fake_tensors_takes_the_memory_of_a_real_one(kind, dtype, t
         {},
         {"critic.kind": "separate", "critic.layers": 1},
         {"model.lora.rank": 4},
-        {"model.dtype": "bfloat16", "critic.kind": "none", "advantage.estimator": "uniform"},
-        pytest.param({"optim.name": "muon"}, marks=pytest.mark.proof),  # slow where bfloat16 is emulated
+        {"critic.kind": "none", "advantage.estimator": "uniform"},
+        pytest.param({"model.dtype": "bfloat16"}, marks=pytest.mark.proof),  # slow where bfloat16 is emulated
+        pytest.param({"optim.name": "muon"}, marks=pytest.mark.proof),
     ],
-    ids=["shared", "separate", "LoRA", "bfloat16", "muon"],
+    ids=["shared", "separate", "LoRA", "none", "bfloat16", "muon"],
 )
 def test_the_tensors_of_a_run_have_the_planned_sizes(settings, tmp_path):
     config = PPOConfig.from_dict(SMALL | settings | {"run.dir": str(tmp_path / "run"), "run.trackers": []})
@@ -105,7 +120,7 @@ def test_micro_batches_and_checkpointing_lower_the_update(tmp_path):
 
 def test_processes_share_the_rows_and_the_sharded_tensors():
     settings = {"critic.kind": "separate"}
-    alone = measure(work_of(settings))
+    alone = sizes("separate")
     copied = measure(work_of(settings, processes=2))
     split = measure(work_of(settings | {"run.shard": "full"}, processes=2))
     kept = alone.parts["kept"]
@@ -119,16 +134,16 @@ def test_processes_share_the_rows_and_the_sharded_tensors():
 
 
 def test_an_ensemble_and_an_exact_kl_are_measured():
-    plain = measure(work_of()).parts["update"]
+    plain = sizes().parts["update"]
     exact = measure(work_of({"kl.place": "loss", "kl.estimator": "full"})).parts
     assert exact["update"]["activations and gradients"] >= plain["activations and gradients"]
     members = measure(work_of({"critic.kind": "separate", "critic.members": 2, "critic.clip": None}))
-    one = measure(work_of({"critic.kind": "separate"}))
+    one = sizes("separate")
     assert members.parts["kept"]["critic"] == 2 * one.parts["kept"]["critic"]
 
 
 def test_a_gpu_computes_larger_chunks_of_logits(tmp_path):
     work = family("gpt2", tmp_path, {"model.dtype": "bfloat16"})
-    on_gpu = replace(work, device="cuda")
-    assert "save" not in measure(on_gpu).parts
-    assert measure(on_gpu).parts["rollout"]["KV cache"] != measure(work).parts["rollout"]["KV cache"]
+    on_gpu = measure(replace(work, device="cuda"))
+    assert "save" not in on_gpu.parts
+    assert on_gpu.parts["rollout"]["KV cache"] != measure(work).parts["rollout"]["KV cache"]
