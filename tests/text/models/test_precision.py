@@ -22,6 +22,7 @@ from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rollout_passes import rollout_logprobs
 
 CPU = torch.device("cpu")
+SIZE = 32  # completions; bfloat16 is slow where it is emulated
 
 
 def capabilities(monkeypatch, **flags):
@@ -82,7 +83,7 @@ def built_in(dtype, folder):
     """A trainer of the built-in world, whose completions end where they end."""
     args = PPOConfig(
         model=ModelConfig(dtype=dtype),
-        rollout=RolloutConfig(batch_size=64, max_new_tokens=48),
+        rollout=RolloutConfig(batch_size=SIZE, max_new_tokens=40),
         run=quiet(folder),
     )
     return PPOTrainer(args=args)
@@ -108,8 +109,8 @@ def test_what_is_recorded_is_what_was_drawn_from(tmp_path):
     """Sampling's own log-probabilities, from a KV cache, beside those that bfloat16 records in their place."""
     trainer = built_in("bfloat16", tmp_path)
     engine, settings = trainer.pipeline.engine, trainer.args.rollout
-    prompts = trainer.prompts.batch(0, 64)
-    uniforms = torch.rand(64, settings.max_new_tokens, generator=torch.Generator().manual_seed(0))
+    prompts = trainer.prompts.batch(0, SIZE)
+    uniforms = torch.rand(SIZE, settings.max_new_tokens, generator=torch.Generator().manual_seed(0))
     recorded = engine.generate(prompts, settings, uniforms)
     with trainer.pipeline.precision.no_grad():
         drawn = sample(trainer.policy, prompts, uniforms, settings, trainer.tokenizer, engine.end_ids)
