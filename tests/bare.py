@@ -61,10 +61,10 @@ def main(folder: Path) -> None:
 
     tokenizer = byte_tokenizer()
 
-    def train(name, iterations, resume=False, rows=ROWS, trackers=None, lora=0, dataset=None):
+    def train(name, iterations, resume=False, rows=ROWS, trackers=None, lora=0, **prompts):
         config = tc.PPOConfig(
             model=tc.ModelConfig(dtype="float32", lora=tc.LoraConfig(rank=lora) if lora else tc.LoraConfig()),
-            prompts=tc.PromptsConfig(dataset=dataset),
+            prompts=tc.PromptsConfig(**prompts),
             rollout=tc.RolloutConfig(batch_size=8, max_new_tokens=4),
             eval=tc.EvalConfig(every=2, max_new_tokens=4),
             run=tc.RunConfig(iterations=iterations, dir=str(folder / name), save_every=2, trackers=trackers),
@@ -77,6 +77,7 @@ def main(folder: Path) -> None:
     assert train("run", 4, resume=True)["iterations"] == 4
     (folder / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     assert train("lora", 1, rows=None, dataset=str(folder / "prompts.jsonl"), lora=2)["iterations"] == 1
+    assert train("japanese", 1, rows=None, text="\u6620\u753b\u306f")["iterations"] == 1
     for which in ("policy", "best"):
         policy = tc.load(folder / "run", which)
         assert len(policy.generate("one", n=2)) == len(policy.values(" two", "one")) - 2 == 2

@@ -1,4 +1,4 @@
-"""Training from Python needs neither Datasets, Plotly, Matplotlib nor TensorBoard."""
+"""Training from Python needs neither Datasets, Plotly, Matplotlib nor TensorBoard, nor a locale beyond ASCII."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def output(folder):
-    done = python(PROGRAM, folder)
+    done = python(PROGRAM, folder, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,6 +35,12 @@ def test_a_run_says_what_it_leaves_out_and_why(folder, output):
     assert {"best", "checkpoints", "config.yaml", "metrics.jsonl", "policy", "summary.json"} <= written
     assert not {"report.html", "tensorboard"} & written
     assert (folder / "lora" / "policy" / "adapter_config.json").is_file()
+
+
+def test_a_japanese_prompt_trains_where_the_locale_is_ascii(folder, output):
+    assert "\\u6620\\u753b\\u306f" in output
+    assert "\u6620\u753b\u306f" in (folder / "japanese" / "policy" / "README.md").read_text(encoding="utf-8")
+    assert (folder / "japanese" / "summary.json").is_file()
 
 
 @pytest.mark.parametrize(

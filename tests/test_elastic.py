@@ -9,6 +9,7 @@ import torch
 
 from helpers import commands
 from helpers.elastic import COMMAND, death, forked, restarts, torchrun
+from helpers.files import read_events
 from helpers.runs import assert_same
 from helpers.warm import together
 
@@ -42,6 +43,7 @@ def test_a_job_resumes_after_killed_and_stopped_processes_bit_for_bit(launch, wh
     assert code == 0, said
     (run,) = (tmp_path / "runs").iterdir()
     assert_same(whole, run)
+    assert not any("goes on in" in event for event in read_events(run)), "as many processes as before"
     killed, stopped = restarts(run)
     assert re.search(r"process 1 \(pid \d+ on \S+\) ended without a message, as if killed", killed)
     named = r"process 0 \(pid \d+ on \S+\) gave no sign of life for 10 seconds \(run\.timeout\)"

@@ -49,6 +49,7 @@ def test_text_files_are_read_and_written_in_utf_8():
 
 
 @pytest.mark.slow
+@pytest.mark.proof  # test_bare.py does so without plots and pages
 def test_a_japanese_prompt_trains_where_the_locale_is_ascii(tmp_path):
     program = """
 import sys

@@ -47,20 +47,34 @@ def models(model_folders, tokenizer, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def results(models, tmp_path_factory):
+PROOFS = ("tapped", "truncated", "requests", "continued")
+
+
+def compared(models, folder, cases):
     """Folder and results of both processes of `helpers.sharded_cases`."""
-    folder = tmp_path_factory.mktemp("sharded")
-    done = together(2, "-m", "helpers.sharded_cases", models, folder, ACCELERATE_USE_CPU="true")
+    done = together(2, "-m", "helpers.sharded_cases", models, folder, *cases, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr[-4000:]
     return folder, [json.loads((folder / f"results-{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.fixture(scope="module")
+def results(models, tmp_path_factory):
+    return compared(models, tmp_path_factory.mktemp("sharded"), [case for case in CASES if case not in PROOFS])
+
+
+@pytest.fixture(scope="module")
+def proofs(models, tmp_path_factory):
+    return compared(models, tmp_path_factory.mktemp("sharded"), PROOFS)
+
+
 @slow
 @NEEDS_GLOO
-@pytest.mark.parametrize("case", [*CASES, "from Python"])
-def test_rollouts_losses_and_gradients_equal_those_of_whole_models(results, case):
-    for result in results[1]:
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.proof if case in PROOFS else ()) for case in (*CASES, "from Python")],
+)
+def test_rollouts_losses_and_gradients_equal_those_of_whole_models(request, case):
+    for result in request.getfixturevalue("proofs" if case in PROOFS else "results")[1]:
         numbers = result[case]
         assert {name: x for name, x in numbers.items() if name in EXACT and not x < 1e-6} == {}
         assert numbers["gradients"] > 4

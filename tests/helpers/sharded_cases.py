@@ -1,6 +1,6 @@
 """A program for two processes: the same runs with sharded and with whole models, compared number by number.
 
-Arguments: the folder of the small models, and a folder for results. Each process writes `results-RANK.json`.
+Arguments: the folder of the small models, a folder for results, and cases. Each process writes `results-RANK.json`.
 """
 
 import gc
@@ -254,11 +254,11 @@ def refusals(models, folder):
     return messages
 
 
-def main(models, folder):
+def main(models, folder, cases):
     warnings.filterwarnings("error", "FSDP2-wrapped module")
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPOPTDecoderLayer\)")  # OPT's own, and harmless there
     processes, results = Processes(), {}
-    for name in CASES:
+    for name in cases:
         results[name] = compare(name, models, folder, processes)
     results["from Python"] = from_python(models, folder, processes)
     results["refusals"] = refusals(models, folder)
@@ -268,4 +268,4 @@ def main(models, folder):
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(*map(Path, sys.argv[1:3]), sys.argv[3:])

@@ -38,7 +38,7 @@ def run(tmp_path_factory):
         critic=CriticConfig(kind="separate"),
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8),
         eval=EvalConfig(every=2, samples=8, max_new_tokens=12),
-        ppo=UpdateConfig(epochs=2, minibatches=2),
+        ppo=UpdateConfig(epochs=1, minibatches=2),
         optim=OptimConfig(lr=1e-3, warmup=0),
         run=quiet(folder, 2),
     )

@@ -208,12 +208,18 @@ for options in json.loads(sys.argv[1]):
     server.server_close()
 
 
-@pytest.mark.slow
-def test_the_hub(ask_hub):
+@pytest.fixture(scope="module")
+def answers(ask_hub):
+    """What the hub's data sets are, which leaves one in the cache."""
     data = {"name": "org/data"}
-    train, test, split, subset, missing = ask_hub(
+    return ask_hub(
         data, data | {"split": "test"}, data | {"split": "dev"}, data | {"config_name": "main"}, {"name": "org/other"}
     )
+
+
+@pytest.mark.slow
+def test_the_hub(answers):
+    train, test, split, subset, missing = answers
     assert train == ROWS
     assert test == ROWS[1:]
     assert "'org/data' with prompts.split 'dev'" in split
@@ -223,8 +229,7 @@ def test_the_hub(ask_hub):
 
 
 @pytest.mark.slow
-def test_without_a_hub_there_is_its_cache_and_what_is_local(ask_hub):
-    ask_hub({"name": "org/data"})
+def test_without_a_hub_there_is_its_cache_and_what_is_local(ask_hub, answers):
     nowhere = "http://127.0.0.1:9"
     [message] = ask_hub({"name": "org/data"}, HF_ENDPOINT=nowhere)
     assert "'org/data', which is not a local file or folder, and the hub request failed (ConnectError" in message
