@@ -408,7 +408,9 @@ def look(name, tokenizer):
 
 
 @pytest.mark.parametrize("rows", [ROWS, TALKS])
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "parquet", *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("json", "csv"))]
+)
 def test_damaged_prompts_are_read_or_refused(kind, rows, folder, tokenizer, monkeypatch):
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)

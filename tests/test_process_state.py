@@ -66,7 +66,7 @@ def control(folder, **env):
     )
 
 
-@pytest.mark.parametrize("make", [text, control])
+@pytest.mark.parametrize("make", [text, pytest.param(control, marks=pytest.mark.proof)])
 def test_a_trainer_leaves_the_process_as_it_was(make, tmp_path, monkeypatch):
     monkeypatch.delenv("SDL_VIDEODRIVER", raising=False)
     # Libraries fill caches and variables of their own when they are first used.

@@ -15,7 +15,12 @@ from tokencredit.runs.jsonl import read_samples
 from tokencredit.runs.resuming import saved
 
 slow = pytest.mark.slow
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
+# In the suite: distributed/test_sharding.py audits sharded models, audit/test_texts.py audits in two processes, and
+# test_elastic.py and control/test_processes.py stop all processes after an error in one.
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
+]
 
 
 @pytest.fixture(scope="module")

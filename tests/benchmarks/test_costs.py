@@ -96,7 +96,9 @@ def counted(model: ActorCritic, run) -> float:
 
 
 @pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-@pytest.mark.parametrize("critic", ["shared", "separate", "none"])
+@pytest.mark.parametrize(
+    "critic", ["shared", *(pytest.param(x, marks=pytest.mark.proof) for x in ("separate", "none"))]
+)
 @pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
 def test_flops_are_those_that_pytorch_counts(shape, critic, kernel):
     model, setup = build(shape, Setup(critic)), Setup(critic)

@@ -83,8 +83,10 @@ def test_ctrl_c_ends_an_evaluation_that_never_ends(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "agent",
-    [AgentConfig(hidden=[8, 8]), AgentConfig("transformer", [8, 8], heads=2, context=3)],
-    ids=lambda x: x.policy,
+    [
+        pytest.param(AgentConfig(hidden=[8, 8]), id="mlp"),
+        pytest.param(AgentConfig("transformer", [8, 8], heads=2, context=3), id="transformer", marks=pytest.mark.proof),
+    ],
 )
 def test_a_saved_agent_plays_as_it_did(agent, tmp_path, capsys):
     args = control_config(

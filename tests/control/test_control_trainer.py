@@ -276,6 +276,7 @@ def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.proof  # learn/test_learner.py
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_bit(tmp_path):
     """A policy gradient of one step, then many of its baseline on the same batch."""
     agents, fits = [], []

@@ -85,6 +85,7 @@ def test_environments_that_cannot_be_split_are_refused():
 
 @pytest.mark.slow
 @NEEDS_GLOO
+@pytest.mark.proof  # test_elastic.py: an error in one process stops both
 def test_an_environment_that_raises_in_one_process_stops_all_and_each_has_the_main_ones_evaluations(tmp_path):
     # Process 1 would find iteration 2 the best, and save a checkpoint alone, if it evaluated by itself.
     options = {"env.id": "helpers.unsteady:Unsteady-v0", "env.number": 4, "seed": 1, "steps": 16, "eval.every": 1}

@@ -77,6 +77,7 @@ def test_the_classifier_loads_like_any_other_model():
     assert tokenizer.convert_ids_to_tokens(tokenizer("GOOD film").input_ids) == ["[CLS]", "good", "film", "[SEP]"]
 
 
+@pytest.mark.proof
 def test_the_classifier_is_right_on_reviews_it_has_not_read(sentiment):
     assert accuracy(sentiment, TEXTS) >= 0.97
     rng = random.Random(0)
@@ -102,6 +103,7 @@ def test_the_build_runs_and_repeats_itself(tmp_path):
         assert file.read_bytes() == twin.read_bytes(), file.name
 
 
+@pytest.mark.proof
 def test_a_size_makes_a_policy_of_that_size_with_the_same_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(building, "REVIEWS", 40)
     monkeypatch.setattr(building, "HELD_OUT", 8)

@@ -43,11 +43,9 @@ def test_the_committed_tokenizers_are_those_of_the_builder(tmp_path):
             assert built == committed
 
 
-EACH = ["grid", pytest.param("calculator", marks=pytest.mark.proof)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("world", EACH)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.proof
 def test_the_policies_solve_between_8_and_35_percent(world):
     solved, texts = play(world, FOLDER / world, seed=5, episodes=200)
     assert 0.08 <= solved <= 0.35
@@ -55,7 +53,8 @@ def test_the_policies_solve_between_8_and_35_percent(world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", EACH)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.proof  # test_build.py: so does the one of the reviews
 def test_the_build_runs_and_repeats_itself(world, tmp_path):
     figures = build(world, tmp_path / "first", seed=7, episodes=40, held_out=4)
     build(world, tmp_path / "second", seed=7, episodes=40, held_out=4)

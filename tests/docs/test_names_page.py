@@ -35,7 +35,7 @@ def test_every_argument_of_theirs_has_one_row(section, file):
     assert sorted(named) == sorted(names_in(Path(__file__).with_name(file)))
 
 
-@pytest.mark.parametrize("section", ["CleanRL", "The Berkeley homework"])
+@pytest.mark.parametrize("section", ["CleanRL", pytest.param("The Berkeley homework", marks=pytest.mark.proof)])
 def test_no_message_on_a_name_says_another_key_than_its_row(section):
     for names, here, _ in table_rows(SECTIONS[section]):
         for name in re.findall(r"`--([\w-]+)`", names):

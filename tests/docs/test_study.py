@@ -26,6 +26,7 @@ def test_every_study_is_a_recipe_and_has_kept_metrics():
         assert (study.DATA / f"{name}.json").is_file()
 
 
+@pytest.mark.proof
 def test_a_study_is_run_with_fewer_seeds_and_its_metrics_are_kept(tmp_path, monkeypatch):
     (tmp_path / "cartpole.yaml").write_text(
         """

@@ -178,6 +178,7 @@ def test_a_run_that_still_writes_and_one_named_twice(repeat, tmp_path):
     assert "not finished" in text
 
 
+@pytest.mark.proof
 def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, place):
     one, other = (repeat(f"apart-{seed}", seed=seed) for seed in (1, 2))
     rows = read_run(other).metrics
@@ -246,6 +247,7 @@ def test_python_callers_are_refused_alike(run_folder, tmp_path):
         write_comparison([run_folder], smooth=0, out=tmp_path)
 
 
+@pytest.mark.proof  # test_browser.py: so do those of a report
 def test_a_metric_of_one_iteration_has_its_points(browser, audited_folder, run_folder, place):
     runs = [shutil.copytree(audited_folder, place / name) for name in ("one", "two")]
     config = yaml.safe_load((runs[1] / "config.yaml").read_text()) | {"seed": 2}

@@ -214,7 +214,7 @@ def test_a_page_without_critic_and_attention_weights_has_no_console_messages(bro
     assert all(found(browser, f"#{link}") for link in links)
 
 
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.proof)])
 def test_the_page_fits_narrow_and_wide_windows_in_light_and_dark(browser, opened, view, width):
     opened(inspection([f" word{i}" for i in range(60)], 50, 54, layers=12, heads=12), width)
     for scheme in ("light", "dark"):

@@ -77,7 +77,16 @@ def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
 
 
 @pytest.mark.parametrize("batch", ["shared"], indirect=True)
-@pytest.mark.parametrize("kind", [SequenceObjective, WeightedObjective, partial(WeightedObjective, divergence="tv")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        SequenceObjective,
+        *(
+            pytest.param(kind, marks=pytest.mark.proof)
+            for kind in (WeightedObjective, partial(WeightedObjective, divergence="tv"))
+        ),
+    ],
+)
 def test_another_loss_waits_no_more(kind, batch, counts):
     trainer, _, experience = batch
     learner = trainer.learner

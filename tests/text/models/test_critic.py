@@ -132,7 +132,7 @@ def test_a_run_without_a_critic_leaves_readable_files(tmp_path):
     assert not (tmp_path / "run" / "policy" / "value_head.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", ["shared", "separate"])
+@pytest.mark.parametrize("kind", [pytest.param("shared", marks=pytest.mark.proof), "separate"])
 @pytest.mark.slow
 def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, tmp_path):
     first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind=kind)))
@@ -153,9 +153,11 @@ def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, t
 @pytest.mark.parametrize(
     ("saved", "asked"),
     [
-        ({"kind": "separate"}, {"kind": "shared"}),
         ({"head": "linear"}, {"head": "mlp"}),
-        ({"loss": "histogram"}, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.proof)
+            for case in (({"kind": "separate"}, {"kind": "shared"}), ({"loss": "histogram"}, {}))
+        ),
     ],
 )
 @pytest.mark.slow
@@ -186,6 +188,7 @@ def test_an_adapter_is_not_part_of_a_separate_critics_trunk():
 
 
 @pytest.mark.slow
+@pytest.mark.proof  # learn/test_learner.py
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_bit(tmp_path):
     weights, values = {}, {}
     for epochs in (0, 100):

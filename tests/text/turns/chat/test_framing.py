@@ -48,7 +48,10 @@ def called(number=1, name="look_up"):
     return Turn([], "", {"role": "assistant", "content": "", "tool_calls": calls})
 
 
-@pytest.mark.parametrize(("name", "kind"), COMBINED)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param(*pair, marks=pytest.mark.proof if pair[1] in ("split", "prepend") else ()) for pair in COMBINED],
+)
 def test_turn_by_turn_gives_the_tokens_and_the_mask_of_one_rendering(name, kind):
     """`make fuzz-templates` plays many more transcripts."""
     frame, rng = framing(name, kind), random.Random(f"{name}, {kind}")
