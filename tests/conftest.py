@@ -33,7 +33,7 @@ ARCHITECTURES = {
 }
 
 # Examples are the same in every run, so that a test that passed here passes there; those of `make fuzz` are fresh.
-settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=100)
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=60)
 settings.register_profile("few", settings.get_profile("fixed"), max_examples=30)
 settings.register_profile("fresh", derandomize=False, deadline=None, max_examples=3000, print_blob=True)
 settings.load_profile("fixed")
