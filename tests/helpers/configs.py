@@ -10,9 +10,11 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig, UpdateConfig
 
 
-def quiet(folder, iterations=1, **options):
-    """A run without trackers and without a screen."""
-    return RunConfig(dir=str(folder), iterations=iterations, trackers=[], show_every=0, **options)
+def quiet(folder, iterations=1, save_every=0, **options):
+    """A run without trackers and without a screen, and without a checkpoint unless asked for."""
+    return RunConfig(
+        dir=str(folder), iterations=iterations, trackers=[], show_every=0, save_every=save_every, **options
+    )
 
 
 def quiet_agent(folder, iterations=1, **options):

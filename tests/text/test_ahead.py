@@ -30,7 +30,8 @@ pytestmark = pytest.mark.slow
 
 def ahead(folder, iterations=4, max_age=1, rollout=None, **groups):
     rollout = {"batch_size": 8, "max_new_tokens": 8, "engine": "continuous", "max_age": max_age} | (rollout or {})
-    return text_config(folder, iterations, rollout=RolloutConfig(**rollout), **groups)
+    groups = {"run": quiet(folder, iterations, save_every=10)} | groups
+    return text_config(folder, rollout=RolloutConfig(**rollout), **groups)
 
 
 def sampling_threads():
@@ -158,7 +159,7 @@ class Judge:
         return [float(len(completion)) for completion in completions]
 
 
-@pytest.mark.parametrize("timeout", [60.0, None])
+@pytest.mark.parametrize("timeout", [60.0, pytest.param(None, marks=pytest.mark.proof)])
 def test_slow_rewards_are_asked_as_soon_as_a_batch_is_sampled(timeout, tmp_path):
     judge = Judge()
     terms = [replace(as_terms(judge, torch.device("cpu"))[0], timeout=timeout)]
@@ -215,7 +216,7 @@ def test_sampling_goes_on_while_rewards_are_computed(tmp_path):
     assert any(after > before or left == 0 for before, after, left in tokens)
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.proof), True])
 def test_a_sampler_that_fails_is_started_anew_once(last, tmp_path, monkeypatch):
     complete = BackgroundSampler.complete
     calls = []
@@ -266,6 +267,7 @@ def test_a_failed_sync_loses_no_update(tmp_path, monkeypatch):
     torch.testing.assert_close(rollout.behavior_logprobs[rollout.mask], now[rollout.mask], atol=1e-5, rtol=0)
 
 
+@pytest.mark.proof  # test_resuming.py; below: a trainer trains again
 def test_a_failed_reward_is_asked_for_again_after_a_resume(tmp_path):
     def reward(completions, **_):
         calls.append(len(completions))
@@ -283,6 +285,7 @@ def test_a_failed_reward_is_asked_for_again_after_a_resume(tmp_path):
     assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
 
+@pytest.mark.proof  # below: episodes ahead in environments of their own
 def test_episodes_of_several_turns_are_played_ahead(tmp_path):
     args = ahead(
         tmp_path / "run",

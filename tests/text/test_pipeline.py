@@ -54,7 +54,7 @@ def trainer_of(folder, dtype="float32", **changes):
         model=ModelConfig(dtype=dtype),
         rollout=RolloutConfig(batch_size=4, max_new_tokens=6),
         ppo=UpdateConfig(epochs=1, minibatches=1),
-        run=quiet(folder, 2),
+        run=quiet(folder, 2, save_every=2),
     )
     return PPOTrainer(args=replace(args, **changes))
 
@@ -202,9 +202,9 @@ def test_a_prefill_and_what_was_sampled_are_one_turn_of_the_assistant(folders, t
 
 @pytest.mark.slow
 def test_the_share_of_completions_with_a_stop_string_is_measured(tmp_path):
-    for stop in ("e", "</s>", "###"):
+    for stop in ("e", "###"):
         rollout = RolloutConfig(batch_size=8, max_new_tokens=8, stop=[stop])
-        run = quiet(tmp_path / str(len(stop)) / stop.strip("</>"), samples=8)
+        run = quiet(tmp_path / str(len(stop)), samples=8)
         PPOTrainer(args=text_config(run.dir, rollout=rollout, run=run)).train()
         found = read_run(run.dir)
         having = sum(stop in "".join(sample["tokens"]) for sample in found.samples)

@@ -32,7 +32,7 @@ from tokencredit.text.rewards.terms import Term
 
 
 def small(folder, **changes):
-    run = RunConfig(dir=str(folder), iterations=2, samples=3, show_every=2, trackers=[])
+    run = RunConfig(dir=str(folder), iterations=2, samples=3, show_every=2, trackers=[], save_every=0)
     return text_config(folder, **{"run": run} | changes)
 
 
@@ -429,7 +429,21 @@ def test_an_interrupted_run_is_not_uploaded_and_says_how_to_resume(tmp_path, cap
 
 
 @pytest.mark.slow
-def test_out_of_memory_says_which_setting_to_lower_and_keeps_what_was_trained(tmp_path):
+def test_out_of_memory_says_which_setting_to_lower_and_keeps_what_was_trained(tmp_path, monkeypatch):
+    def generate(*args, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    trainer = PPOTrainer(args=small(tmp_path / "run"))
+    monkeypatch.setattr(type(trainer.pipeline.engine), "generate", generate)
+    advice = r"out of memory in its rollout stage; lower rollout\.batch_size or rollout\.max_new_tokens"
+    with pytest.raises(RunStopped, match=advice):
+        trainer.train()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+def test_memory_that_runs_out_is_told_from_other_errors(tmp_path):
     """In a process that may have 1 GB of addresses more than its libraries take."""
     program = """
 import os, resource, sys

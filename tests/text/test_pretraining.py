@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.configs import text_config
+from helpers.configs import quiet, text_config
 from helpers.files import read_events, read_jsonl, read_metrics
 from helpers.models import changed_weights, copy_weights
 from helpers.runs import assert_same
@@ -33,7 +33,8 @@ NORMALIZED = {"score": ScoreConfig(normalize="running")}
 
 def small(folder, pretrain=3, iterations=2, **groups):
     critic = groups.pop("critic", CriticConfig(kind="separate"))
-    return text_config(folder, iterations, critic=replace(critic, pretrain=pretrain), **groups)
+    groups = {"run": quiet(folder, iterations, save_every=10)} | groups
+    return text_config(folder, critic=replace(critic, pretrain=pretrain), **groups)
 
 
 CRITICS = {
