@@ -31,6 +31,7 @@ close = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.mark.slow
 @given(rollouts(), fractions, fractions)
 @settings(max_examples=50)
+@pytest.mark.proof  # below: Stable-Baselines3's; test_advantages.py: by definition
 def test_gae_is_torchrl_s(rollout, gamma, lam):
     functional = pytest.importorskip("torchrl.objectives.value.functional")
     rewards, values, terminated, truncated, bootstrap = rollout

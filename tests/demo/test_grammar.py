@@ -50,6 +50,7 @@ def test_three_in_four_reviews_are_positive_also_after_the_default_prompt(drawn)
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_every_review_says_its_verdict_and_never_the_other(drawn):
     praise, blame = verdict(True), verdict(False)
     for r in drawn[:2_000]:

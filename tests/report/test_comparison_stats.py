@@ -405,6 +405,7 @@ def test_the_rank_sum_test_counts_all_exchanges(tie):
 
 
 @pytest.mark.slow
+@pytest.mark.proof  # how often an interval covers the truth, too
 def test_a_verdict_on_noise_is_rarely_more_than_noise():
     """Of 400 pairs of five runs without a true difference about 5 % are called more than noise."""
     random = np.random.default_rng(0)

@@ -145,7 +145,7 @@ def test_a_run_with_a_known_fault_is_diagnosed(names, tmp_path, capsys):
     [
         ("float32", None),
         ("float32", "temperature"),
-        ("float32", "dropout"),
+        pytest.param("float32", "dropout", marks=pytest.mark.proof),
         *(pytest.param("bfloat16", cause, marks=pytest.mark.proof) for cause in (None, "temperature", "dropout")),
     ],
 )
