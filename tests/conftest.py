@@ -1,5 +1,6 @@
 """Small real models, made once: random weights, one of each architecture, with the built-in tokenizer."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -46,6 +47,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """Spare what is imported from garbage collections, which would look at a million objects that stay."""
+    gc.freeze()
 
 
 def cuda() -> bool:

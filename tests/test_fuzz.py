@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from helpers.episodes import episode
 from helpers.files import sign
 from helpers.inspection import inspection
+from helpers.proofs import proofs
 from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.distributed.processes import Processes
@@ -408,9 +409,7 @@ def look(name, tokenizer):
 
 
 @pytest.mark.parametrize("rows", [ROWS, TALKS])
-@pytest.mark.parametrize(
-    "kind", ["jsonl", "parquet", *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("json", "csv"))]
-)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", *proofs("json", "csv")])
 def test_damaged_prompts_are_read_or_refused(kind, rows, folder, tokenizer, monkeypatch):
     template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)

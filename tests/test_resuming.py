@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers.configs import control_config, quiet, quiet_agent, text_config
 from helpers.files import data_of, read_events
+from helpers.proofs import proofs
 from helpers.runs import assert_same, metrics
 from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
@@ -286,7 +287,7 @@ def flipped(content):
     [
         ("manifest.json", half),
         (TENSORS, flipped),
-        *(pytest.param(file, half, marks=pytest.mark.proof) for file in ("state.json", TENSORS, "process-0.json")),
+        *proofs(("state.json", half), (TENSORS, half), ("process-0.json", half)),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, damage, whole, cut_in_3, tmp_path):

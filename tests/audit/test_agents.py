@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from helpers.configs import quiet_agent
 from helpers.files import TIMES, drop_keys, read_metrics
+from helpers.proofs import proofs
 from tokencredit.audit.truth import generator
 from tokencredit.cli import main
 from tokencredit.control.agent import Agent
@@ -393,10 +394,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    ["discrete", "global", *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("continuous", "none"))],
-)
+@pytest.mark.parametrize("kind", ["discrete", "global", *proofs("continuous", "none")])
 def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
     runs = []
     settings = AgentAuditConfig(every=1, episodes=4, continuations=4, states=2)

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCau
 from helpers.configs import quiet
 from helpers.files import TIMES, drop_keys, read_metrics
 from helpers.models import loud
+from helpers.proofs import proofs
 from helpers.warm import together
 from tokencredit.errors import ConfigError
 from tokencredit.report.reading import read_run, with_audit
@@ -258,13 +259,7 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("stop and min", "filters", "min_p") else pytest.mark.proof)
-        for name in SAMPLING
-    ],
-)
+@pytest.mark.parametrize("name", ["stop and min", "filters", "min_p", *proofs("plain", "stop", "min", "no end")])
 def test_continuations_sample_as_the_completion_was_sampled(name, tmp_path):
     """The same tokens, ends and log-probs from the same random numbers, wherever sampling sets in."""
     trainer = trainer_of(tmp_path)

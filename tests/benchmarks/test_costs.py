@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import AutoModelForCausalLM
 
+from helpers.proofs import proofs
 from tokencredit.settings.model import LoraConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import add_adapter, lora_config
@@ -96,9 +97,7 @@ def counted(model: ActorCritic, run) -> float:
 
 
 @pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-@pytest.mark.parametrize(
-    "critic", ["shared", *(pytest.param(x, marks=pytest.mark.proof) for x in ("separate", "none"))]
-)
+@pytest.mark.parametrize("critic", ["shared", *proofs("separate", "none")])
 @pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
 def test_flops_are_those_that_pytorch_counts(shape, critic, kernel):
     model, setup = build(shape, Setup(critic)), Setup(critic)

@@ -10,6 +10,7 @@ from selenium.webdriver.support.select import Select
 
 from helpers.browser import complaints, contrast, requests
 from helpers.files import read_jsonl
+from helpers.proofs import proofs
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import read_run
 from tokencredit.report.templating import two_digits
@@ -109,9 +110,7 @@ def test_quantity_order_and_iterations_can_be_chosen(browser, run_folder):
     assert complaints(browser) == []
 
 
-@pytest.mark.parametrize(
-    ("width", "schemes"), [(400, ("dark", "light")), pytest.param(1600, ("light", "dark"), marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize(("width", "schemes"), [(400, ("dark", "light")), *proofs((1600, ("light", "dark")))])
 def test_the_page_fits_narrow_and_wide_windows_in_light_and_dark(browser, run_folder, view, width, schemes):
     view(width, schemes[0])
     opened(browser, run_folder)

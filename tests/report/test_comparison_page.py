@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from helpers.browser import complaints, requests
+from helpers.proofs import proofs
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.report.comparison_page import write_comparison
@@ -130,9 +131,7 @@ def test_curves_can_be_left_out(browser, page):
     assert list(curves(browser)) == ["optim.lr 0.0001", "optim.lr 0.001"]
 
 
-@pytest.mark.parametrize(
-    ("width", "schemes"), [(400, ("dark", "light")), pytest.param(1600, ("light", "dark"), marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize(("width", "schemes"), [(400, ("dark", "light")), *proofs((1600, ("light", "dark")))])
 def test_the_page_fits_narrow_and_wide_windows_in_light_and_dark(browser, page, view, width, schemes):
     view(width, schemes[0])
     opened(browser, page)

@@ -10,6 +10,7 @@ from selenium.webdriver.support.select import Select
 
 from helpers.browser import complaints, contrast
 from helpers.episodes import HOSTILE, episode, grid
+from helpers.proofs import proofs
 from tokencredit.report.page import write_report
 
 CALLS = (
@@ -161,10 +162,7 @@ def test_a_long_prompt_is_folded_behind_its_end(page):
     assert fold.text.count("You have tools") == 2
 
 
-@pytest.mark.parametrize(
-    ("width", "schemes"),
-    [(400, ("dark", "light")), pytest.param(1600, ("light", "dark"), marks=pytest.mark.proof)],
-)
+@pytest.mark.parametrize(("width", "schemes"), [(400, ("dark", "light")), *proofs((1600, ("light", "dark")))])
 def test_a_hostile_episode_does_nothing_and_fits(browser, page, view, width, schemes):
     view(width, schemes[0])
     page(episode(*ATTACK, ending="error", prompt=HOSTILE, after=HOSTILE), width=width)

@@ -11,6 +11,7 @@ import pytest
 from helpers.commands import unread
 from helpers.configs import control_config, quiet, quiet_agent, text_config
 from helpers.files import read_events
+from helpers.proofs import proofs
 from tokencredit import Callback
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
@@ -65,11 +66,8 @@ def test_a_failed_run_suggests_to_resume_it_and_nothing_else(tmp_path, capsys):
     [
         (2, 1, "stopped at once; resume with: tokencredit control --resume"),
         (1, 0, "no checkpoint is saved yet, so resuming begins anew; resume with:"),
-        pytest.param(
-            2,
-            5,
-            "no checkpoint is saved yet, so resuming begins anew; resume with: tokencredit control --resume",
-            marks=pytest.mark.proof,
+        *proofs(
+            (2, 5, "no checkpoint is saved yet, so resuming begins anew; resume with: tokencredit control --resume")
         ),
         (2, 0, "no checkpoint is saved, so it cannot be resumed: run.save_every is 0; begin a new run"),
     ],

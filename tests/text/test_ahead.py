@@ -12,6 +12,7 @@ import torch
 
 from helpers.configs import quiet, text_config
 from helpers.files import read_jsonl, read_metrics
+from helpers.proofs import proofs
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.model import LoraConfig, ModelConfig
@@ -57,18 +58,13 @@ class Weights(Patient):
         self.weights.append({name: x.clone() for name, x in trainer.policy.lm.state_dict().items()})
 
 
-PLAIN = {}
 STOPS = {"rollout": {"per_prompt": 4, "stop": ["."], "max_new_tokens": 16}}
 LORA = {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2)), "rollout": {"temperature": 0.7}}
 
 
 @pytest.mark.parametrize(
     ("groups", "max_age"),
-    [
-        (STOPS, 2),
-        (LORA, 1),
-        *(pytest.param(*case, marks=pytest.mark.proof) for case in ((PLAIN, 1), (PLAIN, 2), (STOPS, 1), (LORA, 2))),
-    ],
+    [(STOPS, 2), (LORA, 1), *proofs((STOPS, 1), (LORA, 2))],
 )
 def test_tokens_have_the_log_probs_of_the_weights_of_their_age(groups, max_age, tmp_path):
     seen = Weights()
@@ -159,7 +155,7 @@ class Judge:
         return [float(len(completion)) for completion in completions]
 
 
-@pytest.mark.parametrize("timeout", [60.0, pytest.param(None, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("timeout", [60.0, *proofs(None)])
 def test_slow_rewards_are_asked_as_soon_as_a_batch_is_sampled(timeout, tmp_path):
     judge = Judge()
     terms = [replace(as_terms(judge, torch.device("cpu"))[0], timeout=timeout)]
@@ -216,7 +212,7 @@ def test_sampling_goes_on_while_rewards_are_computed(tmp_path):
     assert any(after > before or left == 0 for before, after, left in tokens)
 
 
-@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.proof), True])
+@pytest.mark.parametrize("last", [*proofs(False), True])
 def test_a_sampler_that_fails_is_started_anew_once(last, tmp_path, monkeypatch):
     complete = BackgroundSampler.complete
     calls = []

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from helpers.proofs import proofs
 from tokencredit.learn.minibatches import length_batches
 from tokencredit.learn.objective import SequenceObjective, WeightedObjective
 from tokencredit.settings.model import CriticConfig, ModelConfig
@@ -51,7 +52,7 @@ def batch(request, tmp_path):
     return trainer, scored, trainer.credit.give(scored)[1]
 
 
-@pytest.mark.parametrize(("whiten", "micro_batches"), [pytest.param(False, 1, marks=pytest.mark.proof), (True, 3)])
+@pytest.mark.parametrize(("whiten", "micro_batches"), [*proofs((False, 1)), (True, 3)])
 def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
     whiten, micro_batches, batch, counts, monkeypatch
 ):
@@ -79,13 +80,7 @@ def test_an_update_waits_twice_per_minibatch_and_once_per_micro_batch(
 @pytest.mark.parametrize("batch", ["shared"], indirect=True)
 @pytest.mark.parametrize(
     "kind",
-    [
-        SequenceObjective,
-        *(
-            pytest.param(kind, marks=pytest.mark.proof)
-            for kind in (WeightedObjective, partial(WeightedObjective, divergence="tv"))
-        ),
-    ],
+    [SequenceObjective, *proofs(WeightedObjective, partial(WeightedObjective, divergence="tv"))],
 )
 def test_another_loss_waits_no_more(kind, batch, counts):
     trainer, _, experience = batch

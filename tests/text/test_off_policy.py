@@ -10,6 +10,7 @@ import torch
 
 from helpers.configs import quiet, text_config
 from helpers.files import read_jsonl, read_metrics
+from helpers.proofs import proofs
 from tokencredit.core.logprobs import truncated_logprobs
 from tokencredit.core.off_policy import correction
 from tokencredit.distributed.processes import Processes
@@ -218,13 +219,7 @@ def test_samples_hold_the_logprobs_of_the_draws(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("critic", "proximal", "passes"),
-    [
-        ("none", "interpolated", 1),
-        *(
-            pytest.param(*case, 3, marks=pytest.mark.proof)
-            for case in (("none", "recomputed"), ("shared", "interpolated"))
-        ),
-    ],
+    [("none", "interpolated", 1), *proofs(("none", "recomputed", 3), ("shared", "interpolated", 3))],
 )
 def test_the_pass_before_an_update_is_skipped_where_nothing_reads_it(critic, proximal, passes, tmp_path, monkeypatch):
     exact, scored = RequestEngine.exact, []
@@ -292,11 +287,7 @@ def test_a_target_kl_that_an_update_begins_above_is_refused(proximal, more, refu
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "rounding", "turns"),
-    [
-        ("float32", 1e-4, False),
-        pytest.param("bfloat16", 0.2, False, marks=pytest.mark.proof),
-        pytest.param("float32", 1e-4, True, marks=pytest.mark.proof),
-    ],
+    [("float32", 1e-4, False), *proofs(("bfloat16", 0.2, False), ("float32", 1e-4, True))],
 )
 def test_on_the_kept_support_an_update_begins_at_a_ratio_of_1(dtype, rounding, turns, tmp_path):
     filters = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.files import read_metrics
+from helpers.proofs import proofs
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.learn.objective import Objective, SequenceObjective, WeightedObjective
@@ -59,10 +60,7 @@ def test_a_column_that_no_reward_can_see_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "loss",
-    ["gspo", "cispo", "sao", "dppo_tv", *(pytest.param(name, marks=pytest.mark.proof) for name in ("clip", "dppo_kl"))],
-)
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "sao", "dppo_tv", *proofs("clip", "dppo_kl")])
 def test_a_run_trains_with_each_loss(loss, tmp_path):
     options = [f"--{key}={value}" for key, value in GSPO.items()] if loss == "gspo" else ["--ppo.loss", loss]
     assert main(["train", *SMALL, *options, "--run.iterations", "1", "--run.dir", str(tmp_path / "run")]) == 0

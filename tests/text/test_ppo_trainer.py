@@ -13,6 +13,7 @@ from helpers import warm
 from helpers.configs import quiet, text_config
 from helpers.files import read_events, read_jsonl, read_metrics, without_times
 from helpers.models import SHAPE, changed_weights, copy_weights, random_lm
+from helpers.proofs import proofs
 from tokencredit import Callback
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
@@ -495,14 +496,12 @@ def test_splitting_passes_does_not_change_a_run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(
-    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.proof) for name in ("aot_eager", "inductor"))]
-)
+@pytest.mark.parametrize("backend", [None, *proofs("eager", "aot_eager", "inductor")])
 def test_compiled_or_not_a_run_is_the_same(backend, tokenizer, tmp_path, monkeypatch):
     """With one layer: each further one costs the compiler seconds and is compiled alike.
 
-    All backends take what PyTorch captures of the forward passes. The second captures backward passes too, and the
-    third translates them into C++, for half a minute.
+    Without a backend the passes are only what would be compiled. All backends take what PyTorch captures of the
+    forward passes. The second captures backward passes too, and the third translates them into C++, for half a minute.
     """
     random_lm("gpt2", tokenizer, **SHAPE | {"num_hidden_layers": 1}).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -510,7 +509,7 @@ def test_compiled_or_not_a_run_is_the_same(backend, tokenizer, tmp_path, monkeyp
 
     def compile_by(function, **options):
         compiled.append(function)
-        return really(function, backend=backend, **options)
+        return function if backend is None else really(function, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", compile_by)
     model = {"name": str(tmp_path / "model")}
@@ -539,7 +538,7 @@ def odd_in(iterations, bad, honest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("bad", [math.nan, *proofs(math.inf)])
 def test_non_finite_rewards_stop_the_run_and_keep_the_policy(bad, tmp_path, monkeypatch):
     monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 2)
     run = tmp_path / "run"

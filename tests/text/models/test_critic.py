@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 from helpers.configs import text_config
 from helpers.files import read_events
 from helpers.models import changed_weights, copy_weights
+from helpers.proofs import proofs
 from tokencredit.core.masked import explained_variance
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
@@ -132,7 +133,7 @@ def test_a_run_without_a_critic_leaves_readable_files(tmp_path):
     assert not (tmp_path / "run" / "policy" / "value_head.safetensors").exists()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("shared", marks=pytest.mark.proof), "separate"])
+@pytest.mark.parametrize("kind", ["separate", *proofs("shared")])
 @pytest.mark.slow
 def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, tmp_path):
     first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind=kind)))
@@ -154,10 +155,7 @@ def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, t
     ("saved", "asked"),
     [
         ({"head": "linear"}, {"head": "mlp"}),
-        *(
-            pytest.param(*case, marks=pytest.mark.proof)
-            for case in (({"kind": "separate"}, {"kind": "shared"}), ({"loss": "histogram"}, {}))
-        ),
+        *proofs(({"kind": "separate"}, {"kind": "shared"}), ({"loss": "histogram"}, {})),
     ],
 )
 @pytest.mark.slow
@@ -209,11 +207,7 @@ def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_
 
 @pytest.mark.parametrize(
     ("loss", "kind"),
-    [
-        ("huber", "shared"),
-        pytest.param("histogram", "shared", marks=pytest.mark.proof),
-        ("histogram", "separate"),
-    ],
+    [("huber", "shared"), ("histogram", "separate"), *proofs(("histogram", "shared"))],
 )
 @pytest.mark.slow
 def test_every_loss_fits_the_returns(loss, kind, tmp_path):
@@ -230,11 +224,7 @@ def test_every_loss_fits_the_returns(loss, kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "detach"),
-    [
-        ("linear", False),
-        ("mlp", True),
-        *(pytest.param(*case, marks=pytest.mark.proof) for case in (("linear", True), ("mlp", False))),
-    ],
+    [("linear", False), ("mlp", True), *proofs(("linear", True), ("mlp", False))],
 )
 def test_a_histogram_s_values_are_0_at_first_then_the_same_in_every_pass_and_after_loading(head, detach, tmp_path):
     critic = CriticConfig(loss="histogram", head=head, detach=detach, bins=31, lr=1e-2)

@@ -15,6 +15,7 @@ from helpers import forking
 from helpers.commands import COMMAND, refused
 from helpers.files import read_metrics, without_times
 from helpers.models import SHAPE, random_lm
+from helpers.proofs import proofs
 from helpers.runs import assert_same
 from helpers.warm import together
 from tokencredit.cli import main
@@ -57,7 +58,7 @@ def options(folder, file, **more):
     )
 
 
-@pytest.mark.parametrize("command", ["sft", "reward-model", pytest.param("dpo", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("command", ["sft", "reward-model", *proofs("dpo")])
 def test_a_run_learns_and_leaves_a_run_folder(command, data, tmp_path, capsys):
     folder = tmp_path / "run"
     assert main([command, *options(folder, data[command], **{"data.held_out": 0.25, "run.iterations": 12})]) == 0
@@ -167,10 +168,7 @@ def test_a_reward_model_is_a_reward_and_a_policy_of_ppo_starts_dpo(data, tmp_pat
     assert main(["dpo", *options(tmp_path / "dpo", data["dpo"], **start)]) == 0
 
 
-@pytest.mark.parametrize(
-    "kind_of_model",
-    ["llama", "gemma", *(pytest.param(name, marks=pytest.mark.proof) for name in ("gpt2", "qwen3", "gpt_neox"))],
-)
+@pytest.mark.parametrize("kind_of_model", ["llama", "gemma", *proofs("gpt2", "qwen3", "gpt_neox")])
 def test_an_architecture_of_each_kind(kind_of_model, model_folders, answers, preferences, tmp_path):
     for kind, rows in ((SFTConfig, answers), (RewardModelConfig, preferences), (DPOConfig, preferences)):
         more = {"model.name": str(model_folders[kind_of_model])}
@@ -191,7 +189,7 @@ def test_gradient_checkpointing_changes_no_loss(answers, tmp_path):
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
-@pytest.mark.parametrize("command", ["sft", pytest.param("dpo", marks=pytest.mark.proof)])  # means over tokens; rows
+@pytest.mark.parametrize("command", ["sft", *proofs("dpo")])  # means over tokens; rows
 def test_two_processes_train_as_one_does(command, data, tmp_path):
     more = {"data.held_out": 0.25, "data.micro_batch": 2, "run.iterations": 2}
     assert main([command, *options(tmp_path / "one", data[command], **more)]) == 0
@@ -314,7 +312,7 @@ def test_a_model_without_an_end_is_refused(tmp_path, tokenizer, answers):
         OfflineTrainer(SFTConfig.from_dict({"model.name": str(tmp_path / "lm")}), train_dataset=answers)
 
 
-@pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.proof), 2])
+@pytest.mark.parametrize("lora", [*proofs(0), 2])
 def test_a_run_is_generated_from_evaluated_and_inspected(lora, data, tmp_path, capsys):
     run = str(tmp_path / "run")
     assert main(["dpo", *options(run, data["dpo"], **{"model.lora.rank": lora, "run.iterations": 8})]) == 0

@@ -11,6 +11,7 @@ import torch
 
 from helpers.configs import quiet
 from helpers.files import read_events, read_metrics
+from helpers.proofs import proofs
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
 from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
@@ -311,9 +312,7 @@ def test_an_episode_without_turns_left_bootstraps_from_where_the_next_would_begi
     torch.testing.assert_close(short.bootstrap, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "score", [{"normalize": "running"}, pytest.param({"normalize": "batch", "clip": 2.0}, marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize("score", [{"normalize": "running"}, *proofs({"normalize": "batch", "clip": 2.0})])
 def test_settings_of_scores_are_refused_where_every_reward_is_paid_by_turn(score, tmp_path):
     trainer = PPOTrainer(args=from_python(tmp_path / "run", score=ScoreConfig(**score)), environment_factory=Dice)
     keys = " and ".join(f"score.{key}" for key in score)

@@ -12,6 +12,7 @@ import yaml
 from helpers import forking
 from helpers.commands import processes_in, wait_for
 from helpers.files import count_lines, read_metrics, without_times
+from helpers.proofs import proofs
 from tokencredit.cli import main
 from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep.launch import share, start, trouble
@@ -152,9 +153,7 @@ def test_a_sweep_killed_twice_equals_uninterrupted_runs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.proof), (signal.SIGTERM, 0)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), *proofs((signal.SIGINT, 130))])
 def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_path):
     endless = LONG | {"run": LONG["run"] | {"iterations": 100_000}}
     file, run = sweep_file(tmp_path, base=endless), tmp_path / "out" / "plain" / "seed-1"

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from helpers.files import read_metrics
 from helpers.models import random_lm
+from helpers.proofs import proofs
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
@@ -70,7 +71,7 @@ def assert_same(dynamic, static):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [7, *(pytest.param(number, marks=pytest.mark.proof) for number in (1, 100))])
+@pytest.mark.parametrize("every", [7, *proofs(1, 100)])
 def test_the_same_tokens_and_numbers_as_with_a_growing_cache(every, model, tokenizer):
     dynamic, static = both(model, tokenizer, every=every)
     lengths = sorted(dynamic.mask.sum(1).tolist())
@@ -83,7 +84,7 @@ def test_the_same_tokens_and_numbers_as_with_a_growing_cache(every, model, token
 @pytest.mark.parametrize(
     "settings", [{"top_p": 0.9, "min_new_tokens": 5}, {"stop": ["the", "a"]}, {"stop": ["e"], "min_new_tokens": 9}]
 )
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.proof), 6])
+@pytest.mark.parametrize("every", [*proofs(1), 6])
 def test_filters_and_stops_end_the_same(settings, every, model, tokenizer):
     assert_same(*both(model, tokenizer, every=every, **settings))
 
@@ -97,9 +98,7 @@ def test_prompts_that_are_shared_and_completions_that_have_begun(model, tokenize
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", ["gpt2", *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("qwen3", "gpt_neox"))], indirect=True
-)
+@pytest.mark.parametrize("model", ["gpt2", *proofs("qwen3", "gpt_neox")], indirect=True)
 def test_the_weights_are_those_of_now(model, tokenizer):
     decoding = StaticDecoding(model)
     args = prompts(tokenizer), uniforms(), SamplingConfig(), tokenizer, range(40)
