@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.proofs import proofs
 from tokencredit.core.episodes import reverse_scan
 
 
@@ -41,7 +42,7 @@ def test_a_reverse_scan_is_exact_to_float32_rounding(rows, time, low, high, cuts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decay", [0.95, 0.999, 1.0])
+@pytest.mark.parametrize("decay", [0.95, 1.0, *proofs(0.999)])
 def test_long_rows_are_as_exact_as_a_loop(decay):
     deltas = torch.randn(4, 16_384, generator=torch.Generator().manual_seed(0))
     decays = torch.full_like(deltas, decay)

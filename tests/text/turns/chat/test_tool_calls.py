@@ -7,6 +7,7 @@ import string
 import pytest
 
 from helpers.chat_templates import MODELS, chat_tokenizer
+from helpers.proofs import proofs
 from helpers.transcripts import TOOLS
 from tokencredit.text.turns.chat.chat_template import look_up
 from tokencredit.text.turns.chat.framing import ChatFraming
@@ -250,15 +251,13 @@ def garbage(rng, special):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.proof if name == "Qwen2.5" else ()) for name in WITH_TOOLS],  # as Qwen3
-)
-def test_no_turn_raises_or_gives_a_call_that_cannot_be_written(name):
+@pytest.mark.parametrize("number", [40, *proofs(120)])
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_no_turn_raises_or_gives_a_call_that_cannot_be_written(name, number):
     rng = random.Random(name)
     framing = ChatFraming(chat_tokenizer(name), uses_tools=True)
     vocabulary, seen = len(framing.tokenizer), {"calls": 0, "malformed": 0}
-    for index in range(120):
+    for index in range(number):
         text = garbage(rng, MODELS[name].special)
         if index % 3:
             ids = framing.tokenizer(text).input_ids
