@@ -129,12 +129,15 @@ def _call_with_retries(
     """
     retries, backoff, malformed = term.retries, FIRST_BACKOFF, None
     while True:
+        answered = False
         try:
-            return read(call())
+            result = call()
+            answered = True
+            return read(result)
         except Exception as error:
             if isinstance(error, ConfigError | NonFiniteScore | WrongShape) or out_of_memory(error):
                 raise
-            before, malformed = malformed, str(error) if type(error) is RewardError else None
+            before, malformed = malformed, str(error) if answered else None
             repeated = malformed is not None and malformed == before
             if retries <= 0 or repeated or isinstance(error, REPEATING):
                 tries = term.retries - retries + 1
