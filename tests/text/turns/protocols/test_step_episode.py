@@ -130,7 +130,7 @@ def test_the_end_of_a_conversation_needs_no_message():
         (([{"role": "user", "content": 3}], 1, False), "step returned an observation of type list"),
         (ValueError("bad\x1b move"), r"step raised ValueError: bad\x1b move at "),
         (SystemExit(3), "step raised SystemExit: 3 at "),
-        (KeyboardInterrupt(), "step raised KeyboardInterrupt:  at "),
+        (KeyboardInterrupt(), "step raised KeyboardInterrupt at "),
         (RecursionError("deep"), "step raised RecursionError: deep at "),
     ],
 )

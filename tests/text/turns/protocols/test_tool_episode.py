@@ -338,7 +338,7 @@ def trouble(over):
         ("leaves", "error: leaves raised SystemExit: 3", ("failed",)),
         ("escapes", "error: escapes raised Escaping: out", ("failed",)),
         ("leaves_later", "error: leaves_later raised SystemExit: 3", ("failed",)),
-        ("interrupts", "error: interrupts raised KeyboardInterrupt: ", ("failed",)),
+        ("interrupts", "error: interrupts raised KeyboardInterrupt", ("failed",)),
         ("hangs", "error: hangs exceeded its timeout of 0.1 s", ("timeout",)),
         ("hangs_later", "error: hangs_later exceeded its timeout of 0.1 s", ("timeout",)),
         ("long", "x" * 16 * 8 + " [cut]", ("cut",)),
