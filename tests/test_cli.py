@@ -173,6 +173,16 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["play", "nowhere", "--seed", str(MAX_SEED + 1)], f"--seed is {MAX_SEED + 1}; it must be at least 0"),
         (["train", "--run.dir", ""], "run.dir is empty; give a folder, or leave it out for runs/DATE-TIME"),
         (["train", "--resume", ""], "--resume is empty; give the folder of a run"),
+        (["control", "--env.processes"], "--env.processes: expected one argument, true or false; a value that begins"),
+        (
+            ["control", "--optim.lr", "-1e-3"],
+            "--optim.lr: expected one argument, a number; a value that begins with",
+        ),
+        (["control", "--stop.reward"], "--stop.reward: expected one argument, a number; a value that begins"),
+        (["control", "--", "--seed", "1"], "unexpected argument '--'; see --help"),
+        (["control", "--seed", "010"], "seed is '010'; it must be a whole number"),
+        (["sweep", "nowhere", "--dry_run=true"], "--dry-run: expected no value after ="),
+        (["schema", "nowhere"], "COMMAND is 'nowhere'; it must be one of train, control"),
         (["trane"], "unknown command trane; did you mean train?"),
     ],
 )

@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an encoding such as ASCII lacks signs that are printed
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # of 0, with which Rich prints nothing
+        del os.environ["COLUMNS"]
     command = arguments[0] if arguments else ""
     try:
         if command not in COMMANDS:

@@ -1,8 +1,10 @@
 """A rollout in an environment whose every step is known: it counts, and ends after a number of steps of its own."""
 
 import json
+import os
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -15,6 +17,7 @@ from helpers.files import read_metrics
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Collector
 from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.control.environment_wrappers import fitted
 from tokencredit.control.vector_environments import make_envs
 from tokencredit.core.advantages import gae
 from tokencredit.errors import ConfigError, RunStopped
@@ -40,6 +43,11 @@ class Counter(gym.Env):
 
     def step(self, action):
         self.count += 1
+        if self.bad == "moves":
+            os.chdir("/")
+            torch.set_default_dtype(torch.float64)
+        if self.bad == "exits" and self.count == 2:
+            sys.exit("no licence")
         if self.bad == "raises" and self.count == 2:
             raise ValueError("a wheel came off")
         if self.bad in ("shape", "none") and self.count == 2:
@@ -47,6 +55,10 @@ class Counter(gym.Env):
         reward = np.inf if self.bad == "reward" and self.count == 2 else float(self.count)
         over = self.count == self.ends
         return self.observe(), reward, over and self.by == "termination", over and self.by == "truncation", {}
+
+    def close(self):
+        if self.bad == "close":
+            raise OSError("the simulator is gone")
 
 
 gym.register("Counter-v0", Counter)
@@ -155,22 +167,25 @@ def test_a_process_that_is_killed_is_named(tmp_path):
         collector.collect(4)
 
 
+SQUARES = {
+    "Discrete": (spaces.Discrete(4), 2, [0, 0, 1, 0]),
+    "from one on": (spaces.Discrete(2, start=1), 2, [0, 1]),
+    "MultiDiscrete": (spaces.MultiDiscrete([2, 2]), [1, 0], [0, 1, 1, 0]),
+    "MultiBinary": (spaces.MultiBinary(3), [1, 0, 1], [1, 0, 1]),
+    "Tuple": (spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 1, ()))), (np.int64(1), 0.5), [0, 1, 0.5]),
+    "Dict": (spaces.Dict(x=spaces.Discrete(2), y=spaces.Box(0, 1, (1,))), {"x": 1, "y": [0.0]}, [0, 1, 0]),
+    "image": (spaces.Box(0, 255, (2, 2), np.uint8), [[0.0, 255.0], [1, 2]], [0, 255, 1, 2]),
+}
+"""Spaces, an observation of each in types that Gymnasium does not expect, and its flat form."""
+
+
 class Square(gym.Env):
-    """Observes the same square in one of three ways."""
+    """Observes the same square in one of several ways."""
 
     action_space = spaces.Discrete(2)
 
     def __init__(self, kind):
-        self.observation_space = {
-            "Discrete": spaces.Discrete(4),
-            "MultiDiscrete": spaces.MultiDiscrete([2, 2]),
-            "Dict": spaces.Dict(x=spaces.Discrete(2), y=spaces.Box(0, 1, (1,))),
-        }[kind]
-        self.square = {
-            "Discrete": 2,
-            "MultiDiscrete": np.array([1, 0]),
-            "Dict": {"x": 1, "y": np.zeros(1, np.float32)},
-        }[kind]
+        self.observation_space, self.square, _ = SQUARES[kind]
 
     def reset(self, *, seed=None, options=None):
         return deepcopy(self.square), {}
@@ -189,13 +204,55 @@ def unmade():
 gym.register("Unmade-v0", unmade)
 
 
-@pytest.mark.parametrize(
-    ("kind", "seen"), [("Discrete", [0, 0, 1, 0]), ("MultiDiscrete", [0, 1, 1, 0]), ("Dict", [0, 1, 0])]
-)
-def test_observations_of_other_kinds_are_flattened(kind, seen):
-    envs = make_envs(EnvConfig("Square-v0", kwargs={"kind": kind}), 2, 0.99)
+@pytest.mark.filterwarnings("ignore:.*obs")
+@pytest.mark.filterwarnings("ignore:.*Casting input")
+@pytest.mark.parametrize(("kind", "processes"), [*((kind, False) for kind in SQUARES), ("Tuple", True)])
+def test_observations_of_other_kinds_are_flattened(kind, processes):
+    envs = make_envs(EnvConfig("Square-v0", kwargs={"kind": kind}, processes=processes), 2, 0.99)
     agent = Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[4]))
-    assert Collector(envs, agent, seed=1).collect(3).observations.tolist() == [[seen] * 3] * 2
+    assert Collector(envs, agent, seed=1).collect(3).observations.tolist() == [[SQUARES[kind][2]] * 3] * 2
+    envs.close()
+
+
+def test_spaces_without_a_form_of_numbers_are_refused_inside_others_too(monkeypatch):
+    monkeypatch.setitem(SQUARES, "texts", (spaces.Dict(mission=spaces.Text(5)), {"mission": "go"}, []))
+    with pytest.raises(ConfigError, match=r"^env\.id: its observations are Dict\('mission': Text.* by a wrapper"):
+        make_envs(EnvConfig("Square-v0", kwargs={"kind": "texts"}), 1, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("space", "observation", "words"),
+    [
+        (spaces.Box(-1, 1, (3,)), [0.0, 0.0], r"has the shape \(2,\); its space has \(3,\)"),
+        (spaces.Box(-1, 1, (3,)), None, r"has the shape \(\)"),
+        (spaces.Box(-1, 1, (2,)), ["a", "b"], "could not convert string to float"),
+        (spaces.Box(0, 255, (2,), np.uint8), np.array([300, 1]), r"\[300   1\] does not fit its space, Box"),
+        (spaces.Box(0, 255, (1,), np.uint8), np.array([0.5]), "does not fit its space"),
+        (spaces.Discrete(5), 7, r"7 does not fit its space, Discrete\(5\)"),
+        (spaces.Discrete(5), -1, "does not fit"),
+        (spaces.Discrete(5), np.array([2]), r"has the shape \(1,\)"),
+        (spaces.Tuple((spaces.Discrete(2),)), (1, 1), "argument 2 is longer"),
+    ],
+)
+def test_an_observation_that_does_not_fit_its_space_is_refused(space, observation, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        fitted(space, observation)
+
+
+@pytest.mark.parametrize("bad", ["exits", "moves", "close"])
+def test_what_an_environment_does_to_the_process_is_undone(bad, tmp_path, monkeypatch):
+    """It moves to another folder and sets a dtype, as simulators do; it exits, or cannot be closed."""
+    monkeypatch.chdir(tmp_path)
+    env = EnvConfig("Counter-v0", number=2, kwargs={"bad": bad})
+    trainer = ControlTrainer(ControlConfig(env=env, steps=8, eval=EpisodesConfig(episodes=0), run=quiet_agent("run")))
+    if bad == "exits":
+        with pytest.raises(RunStopped, match=r"the environment with seed 1 raised SystemExit: no licence, in step 2"):
+            trainer.train()
+    else:
+        trainer.train()
+    assert Path.cwd() == tmp_path
+    assert torch.get_default_dtype() == torch.float32
+    assert (tmp_path / "run" / "policy" / "agent.safetensors").is_file()
 
 
 @pytest.mark.filterwarnings("ignore:.*is out of date")
@@ -216,12 +273,19 @@ def test_an_environment_that_does_not_exist():
         make_envs(EnvConfig("ALE/Pong-v5"), 1, 0.99)
     with pytest.raises(ConfigError, match=r"which is not registered; give env\.id module:ID, so that the module"):
         make_envs(EnvConfig("Nowhere/Unheard-v0"), 1, 0.99)
+    with pytest.raises(
+        ConfigError,
+        match=r"importing gymnasium registers no such id; did you mean gymnasium:CartPole-v1",
+    ):
+        make_envs(EnvConfig("gymnasium:Cartpole-v1"), 1, 0.99)
+    with pytest.raises(ConfigError, match=r"it names a module, not a file: give envs\.maze:Maze-v0$"):
+        make_envs(EnvConfig("./envs/maze.py:Maze-v0"), 1, 0.99)
 
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_an_environment_that_cannot_be_made_is_answered_in_a_line(processes):
     with pytest.raises(
-        ConfigError, match=r"^env\.id Unmade-v0 cannot .* it raised ValueError: no track at .*\.py:\d+$"
+        ConfigError, match=r"^env\.id 'Unmade-v0' cannot .* it raised ValueError: no track at .*\.py:\d+$"
     ):
         make_envs(EnvConfig("Unmade-v0", processes=processes), 2, 0.99)
 

@@ -72,6 +72,18 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 0.5
 
 
+def test_half_an_event_is_removed_before_more_are_written(tmp_path):
+    args, made = begun(tmp_path / "run")
+    made.log("before")
+    with (tmp_path / "run" / "events.jsonl").open("a") as events:
+        events.write('{"time": "2026')
+    made.folder.unlock()
+    again = record(args)
+    again.resume(args, 0, lambda *_: ())
+    again.log("after")
+    assert read_events(tmp_path / "run")[-3:] == ["before", "resumed after iteration 2", "after"]
+
+
 def test_resuming_the_same_record_counts_each_iteration_once(tmp_path):
     args, made = begun(tmp_path / "run", iterations=3)
     made.failed = True

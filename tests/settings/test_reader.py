@@ -31,6 +31,9 @@ def test_examples_in_docstrings():
         ("-.inf", -math.inf),
         ("7", 7),
         ("1_000", 1000),
+        ("0", 0),
+        ("-10", -10),
+        ("0x1F", 31),
     ],
 )
 def test_numbers_are_numbers(text, number):
@@ -39,13 +42,15 @@ def test_numbers_are_numbers(text, number):
     assert load_yaml(f"a: '{text}'") == {"a": text}, "in quotes it is a text"
 
 
-@pytest.mark.parametrize("text", ["2020-01-01", "2020-13-45", "e5", "1e", ".", "-", "1.2.3", "~x"])
+@pytest.mark.parametrize(
+    "text", ["2020-01-01", "2020-13-45", "e5", "1e", ".", "-", "1.2.3", "~x", "010", "-007", "1:30", "0b1"]
+)
 def test_texts_are_texts(text):
     assert load_yaml(f"[{text}]") == [text]
 
 
 @pytest.mark.parametrize(
-    "value", ["1e-5", "1.5", ".inf", "2020-01-01", "null", "é “x”", "a: b\n", "", "12", 1e-5, 1e22]
+    "value", ["1e-5", "1.5", ".inf", "2020-01-01", "010", "null", "é “x”", "a: b\n", "", "12", 1e-5, 1e22]
 )
 def test_settings_are_read_back_as_they_were(value):
     text = dump_yaml({"b": value, "a": [value, None, True]})
@@ -68,6 +73,7 @@ def test_settings_are_read_back_as_they_were(value):
         ("# " + "x" * MAX_SIZE, f"a configuration may have {MAX_SIZE}"),
         ("a: 1\n---\nb: 2\n", "expected a single document"),
         ("a: [\n", "line 2"),
+        ("a:\n\tb: 1\n", "line 2, column 1; indent with spaces, not with tabs$"),
         ("a: " + "1" * 5000, "integer string conversion"),
     ],
 )

@@ -154,7 +154,8 @@ def schema_parser() -> Parser:
     """The parser of `tokencredit schema`."""
     parser = new_command("Print the JSON schema of a command's YAML files, for editors.", runs_code=False)
     names = ", ".join(run_kind.command for run_kind in RUN_KINDS.values())
-    parser.add_argument("of", nargs="?", type=checked(TrainingCommand), default="train", help=f"Command: {names}.")
+    choice = checked(TrainingCommand)
+    parser.add_argument("of", nargs="?", metavar="COMMAND", type=choice, default="train", help=f"Command: {names}.")
     return parser
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -235,7 +236,8 @@ class ControlTrainer:
         write_final_report(self.record)
         audit = {"tokencredit audit RUN": "audit of the credit"} if self.args.run.save_every else {}
         self.record.next_steps({"tokencredit play RUN": "whole episodes with the trained agent"} | audit)
-        self.envs.close()
+        with suppress(Exception):  # everything is written; a process of an environment may be gone
+            self.envs.close()
         return summary
 
 

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation, NormalizeReward
 
-from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.processes import Processes, restored
 from tokencredit.errors import RunStopped
 
 MAX_REPLAY_STEPS = 100_000
@@ -30,22 +30,33 @@ class EnvironmentRaised(RuntimeError):
 
 @contextmanager
 def environment_errors() -> Iterator[None]:
-    """Turn an environment's exception, or the death of its process, into `RunStopped`."""
+    """Turn an environment's exception, or the death of its process, into `RunStopped`; restore what it may change."""
     try:
-        yield
+        with restored():
+            yield
     except EnvironmentRaised as error:
         raise RunStopped(str(error)) from error
     except (EOFError, ConnectionError) as error:
         raise RunStopped("a process that ran an environment has ended; was it killed?") from error
 
 
-def check_shape(space: spaces.Space[Any], observation: Any) -> None:
-    """Raise `ValueError` if an observation's arrays have other shapes than its space."""
+def fitted(space: spaces.Space[Any], observation: Any) -> Any:
+    """An observation with the types of its space; raises `ValueError` for one that does not fit.
+
+    Gymnasium itself warns, and then broadcasts it, takes another category, or fails without naming the environment.
+    """
     if isinstance(space, spaces.Dict):
-        for name, part in space.items():
-            check_shape(part, observation[name])
-    elif isinstance(space, spaces.Box) and np.shape(observation) != space.shape:
-        raise ValueError(f"an observation has the shape {np.shape(observation)}; its space has {space.shape}")
+        return {name: fitted(part, observation[name]) for name, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(fitted(part, value) for part, value in zip(space, observation, strict=True))
+    array = np.asarray(observation)
+    if array.shape != space.shape:
+        raise ValueError(f"an observation has the shape {array.shape}; its space has {space.shape}")
+    made = array.astype(space.dtype, copy=False)
+    same = made is array or made.dtype.kind == "f" or np.array_equal(made, array)
+    if not same or not (isinstance(space, spaces.Box) or space.contains(made)):
+        raise ValueError(f"the observation {observation} does not fit its space, {space}")
+    return made
 
 
 class ReplayWrapper(gym.Wrapper):
@@ -102,9 +113,9 @@ class ReplayWrapper(gym.Wrapper):
         self.seed, self.steps = self.seed if seed is None else seed, 0
         self.initial_rng, self.actions, self.ended, self.must_reset = self._rng(seed), [], False, False
         try:
-            self.observation, _ = self.env.reset(seed=seed, options=options)
-            check_shape(self.env.observation_space, self.observation)
-        except Exception as error:
+            observation, _ = self.env.reset(seed=seed, options=options)
+            self.observation = fitted(self.env.observation_space, observation)
+        except (Exception, SystemExit) as error:
             raise self._raised(error) from None
         return self.observation, {}
 
@@ -116,10 +127,10 @@ class ReplayWrapper(gym.Wrapper):
         if self.steps <= MAX_REPLAY_STEPS:
             self.actions.append(action)
         try:
-            self.observation, reward, terminated, truncated, _ = self.env.step(action)
-            check_shape(self.env.observation_space, self.observation)
+            observation, reward, terminated, truncated, _ = self.env.step(action)
+            self.observation = fitted(self.env.observation_space, observation)
             reward = float(reward)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._raised(error) from None
         self.ended = bool(terminated or truncated)
         return self.observation, reward, terminated, truncated, {}
@@ -134,7 +145,7 @@ class ReplayWrapper(gym.Wrapper):
         """The last observation, flattened."""
         return np.asarray(spaces.flatten(self.env.observation_space, self.observation))
 
-    def _raised(self, error: Exception) -> EnvironmentRaised:
+    def _raised(self, error: BaseException) -> EnvironmentRaised:
         return EnvironmentRaised(
             f"the environment with seed {self.seed} raised {type(error).__name__}: {error}, in step {self.steps} "
             f"of an episode\n{traceback.format_exc().rstrip()}"

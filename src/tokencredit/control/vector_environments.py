@@ -39,7 +39,7 @@ from tokencredit.control.environment_wrappers import (
     ScaleReward,
     gather_copies,
 )
-from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.processes import Processes, restored
 from tokencredit.errors import ConfigError
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import EnvConfig
@@ -94,11 +94,20 @@ def make_envs(
     # No copies: callers copy the observations that they keep.
     options["vector_kwargs"] = {"autoreset_mode": AutoresetMode.NEXT_STEP, "copy": False}
     envs = make_copies(args, num_envs=number, vectorization_mode=mode, wrappers=layers, **options)
-    space = envs.single_observation_space
-    if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.Dict):
+    if not _numeric(space := envs.single_observation_space):
         envs.close()
-        raise ConfigError(f"env.id: its observations are {space}; Box, Discrete, MultiDiscrete and Dict are supported")
+        raise ConfigError(
+            f"env.id: its observations are {space}; Box, Discrete, MultiDiscrete and MultiBinary are supported, and "
+            "Dict and Tuple of them; leave out others by a wrapper, such as gymnasium.wrappers.FilterObservation"
+        )
     return wrap_envs(envs, args, gamma, training, several)
+
+
+def _numeric(space: spaces.Space[Any]) -> bool:
+    """True for a space whose flat form is numbers."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return all(map(_numeric, space.values() if isinstance(space, spaces.Dict) else space))
+    return isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
 
 
 def wrap_envs(
@@ -124,13 +133,19 @@ def wrap_envs(
 
 def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
     """Call `gymnasium.make_vec`; turns its errors, and those of user code, into a `ConfigError`."""
+    module, colon, _ = args.id.rpartition(":")
+    if module.endswith(".py"):
+        name = args.id.replace(module, module.removesuffix(".py").removeprefix("./").replace("/", "."))
+        raise ConfigError(f"env.id is {args.id!r}; it names a module, not a file: give {name}")
+    made = f"env.id {args.id!r} cannot be made with env.kwargs {args.kwargs}"
     try:
-        with current_folder():
+        with current_folder(), restored():
             return gym.make_vec(args.id, **options, **args.kwargs)
     except gym.error.DependencyNotInstalled as error:
-        raise ConfigError(f"env.id {args.id}: {error}") from error  # which names the package
+        raise ConfigError(f"env.id {args.id!r}: {error}") from error  # which names the package
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
-        raise ConfigError(f"env.id is {args.id!r}, which is not registered{_registered_by(args.id)}") from error
+        why = f"; importing {module} registers no such id" if colon else ""
+        raise ConfigError(f"env.id is {args.id!r}, which is not registered{why}{_registered_by(args.id)}") from error
     except ImportError as error:
         stem = args.id.rpartition("-v")[0]
         versions = [spec for spec in gym.registry.values() if f"-v{spec.version}" == spec.id.removeprefix(stem)]
@@ -138,13 +153,11 @@ def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
         hint = f"; its newest version is {newest}" if newest != args.id else ""
         raise ConfigError(f"env.id is {args.id!r}: {error}{hint}") from error
     except (TypeError, gym.error.Error) as error:
-        raise ConfigError(f"env.id {args.id} cannot be made with env.kwargs {args.kwargs}: {error}") from error
-    except Exception as error:  # the environment's own
+        raise ConfigError(f"{made}: {error}") from error
+    except (Exception, SystemExit) as error:  # the environment's own
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
         raised = visible(f"{type(error).__name__}: {error} at {file}:{line}")
-        raise ConfigError(
-            f"env.id {args.id} cannot be made with env.kwargs {args.kwargs}: it raised {raised}"
-        ) from error
+        raise ConfigError(f"{made}: it raised {raised}") from error
 
 
 @contextmanager
@@ -163,8 +176,9 @@ def _registered_by(name: str) -> str:
     package, module = PACKAGES.get(re.split("[/-]", name)[0], ("", ""))
     if package:
         return f"; it is of the package {package}: pip install {package}, and give env.id {module}:{name}"
-    if near := difflib.get_close_matches(name, gym.registry, n=3):
-        return f"; did you mean {', '.join(near)}?"
+    module, colon, own = name.rpartition(":")
+    if near := difflib.get_close_matches(own, gym.registry, n=3):
+        return f"; did you mean {', '.join(module + colon + other for other in near)}?"
     return "; give env.id module:ID, so that the module that registers it is imported" if ":" not in name else ""
 
 

@@ -6,9 +6,11 @@ import ctypes
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -246,6 +248,29 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """A context for user code, after which gradients, default device, dtype and working directory are as before.
+
+    The last two belong to the whole process: they are restored in the main thread only, since other threads overlap.
+    """
+    gradients, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    folder = None
+    with suppress(FileNotFoundError):  # it is gone
+        folder = Path.cwd()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(gradients)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)  # a device slows down every call
+        if threading.current_thread() is threading.main_thread():
+            torch.set_default_dtype(dtype)
+            if folder is not None:
+                with suppress(OSError):  # it is gone
+                    os.chdir(folder)
 
 
 def return_freed_memory() -> None:

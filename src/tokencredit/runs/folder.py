@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.jsonl import read_object
+from tokencredit.runs.jsonl import EVENTS, read_object
 
 AUDIT = "audit.json"
 LOCK = ".lock"
@@ -111,6 +111,9 @@ class RunFolder:
         for name, size in sizes.items():
             if (self.path / name).exists():
                 os.truncate(self.path / name, size)
+        events = self.path / EVENTS
+        if events.is_file():  # whose last line may be incomplete, after a power failure
+            os.truncate(events, events.read_bytes().rfind(b"\n") + 1)
         (self.path / "summary.json").unlink(missing_ok=True)
         audit = self.path / AUDIT
         try:

@@ -112,8 +112,14 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             name = (error.argument_name or self.prog).rpartition("/")[2]
             joint = " " if error.message.startswith("is ") else ": "  # a value of a type here, or argparse's own words
-            dash = f"; a value that begins with - is {name}=VALUE" if error.message == "expected one argument" else ""
-            raise ConfigError(f"{name}{joint}{error.message}{dash}") from error
+            words = error.message
+            if words == "expected one argument":
+                key = None if self.kind is None else settings_of(self.kind).get(name.strip("-+"))
+                kinds = [] if key is None else [wanted_of(x) for x in options_of(key.hint) if x is not NoneType]
+                words += f"{', ' * bool(kinds)}{' or '.join(kinds)}; a value that begins with - is {name}=VALUE"
+            elif words.startswith("ignored explicit argument"):
+                words = "expected no value after ="
+            raise ConfigError(f"{name}{joint}{words}") from error
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
         for name in filter(options.__contains__, PATHS):
@@ -225,7 +231,7 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, argument: str) -> str:
         """A message on an argument that no option takes."""
-        if not argument.startswith("--"):
+        if not argument.startswith("--") or argument == "--":
             key, equals, _ = argument.partition("=")
             known = {} if self.kind is None else settings_of(self.kind)
             if equals and key not in known and known:

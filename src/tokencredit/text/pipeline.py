@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.distributed.processes import Processes, connection_lost, out_of_memory
+from tokencredit.distributed.processes import Processes, connection_lost, out_of_memory, restored
 from tokencredit.distributed.sharding import gathered, is_sharded
 from tokencredit.errors import ConfigError, EngineLost, OutOfMemory, RunStopped
 from tokencredit.learn.experience import Experience
@@ -36,7 +36,7 @@ from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.rollout_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.episode_record import columns, refuse_failed
 from tokencredit.text.turns.play import EpisodePlayer
-from tokencredit.text.user_code.user_objects import described, restored
+from tokencredit.text.user_code.user_objects import described
 
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""

@@ -145,7 +145,7 @@ def no_step(run: Evidence) -> Finding | None:
         f"bad_steps {sum(skipped):.0f} in {len(run)} iterations, no step with a finite loss",
         "A reward, loss or gradient was not finite each time, so the weights are those of the start.",
         (
-            "read the reasons in the run's bad_steps/*/about.json, and check the reward on those texts",
+            "read the reasons in the run's bad_steps/*/about.json, and check the reward there",
             "lower optim.lr if losses or gradients are not finite",
         ),
     )

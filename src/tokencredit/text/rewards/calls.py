@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
-from tokencredit.distributed.processes import out_of_memory
+from tokencredit.distributed.processes import out_of_memory, restored
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.rewards.ready_made import RewardFunction
-from tokencredit.text.user_code.user_objects import described, restored
+from tokencredit.text.user_code.user_objects import described
 from tokencredit.text.user_code.workers import TimedOut, Workers, call_within, finished, is_coroutine_function
 
 T = TypeVar("T")

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tokencredit.core.masked import Reduce, inverse_deviation
+from tokencredit.distributed.processes import restored
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.text.models.model_loading import read_tokenizer
@@ -25,7 +26,7 @@ from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term, Wr
 from tokencredit.text.rewards.ready_made import READY_MADE, RewardFunction
 from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
 from tokencredit.text.rewards.texts import Text, joined
-from tokencredit.text.user_code.user_objects import check_kwargs, load_object, restored
+from tokencredit.text.user_code.user_objects import check_kwargs, load_object
 
 LARGEST = torch.finfo(torch.float32).max
 """Largest magnitude of a score; rewards are float32 tensors."""

@@ -7,50 +7,23 @@ import difflib
 import hashlib
 import importlib
 import inspect
-import os
 import shutil
 import sys
 import sysconfig
 import tempfile
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
+from tokencredit.distributed.processes import restored
 from tokencredit.errors import ConfigError
 from tokencredit.runs.untrusted import visible
 
 LIBRARIES = [str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
 """Folders of Tokencredit, Python's library and installed packages, whose code is not the user's."""
-
-
-@contextmanager
-def restored() -> Iterator[None]:
-    """A context for user code, after which gradients, default device, dtype and working directory are as before.
-
-    The last two belong to the whole process: they are restored in the main thread only, since other threads overlap.
-    """
-    gradients, dtype, device = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
-    folder = None
-    with suppress(FileNotFoundError):  # it is gone
-        folder = Path.cwd()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(gradients)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None if device.type == "cpu" else device)  # a device slows down every call
-        if threading.current_thread() is threading.main_thread():
-            torch.set_default_dtype(dtype)
-            if folder is not None:
-                with suppress(OSError):  # it is gone
-                    os.chdir(folder)
 
 
 @restored()
