@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import python
-
 SOURCES = sorted(
     path for part in ("src", "demo", "examples") for path in Path(__file__).parents[1].glob(f"{part}/**/*.py")
 )
@@ -46,21 +44,3 @@ def test_text_files_are_read_and_written_in_utf_8():
     calls = ((path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_bytes())))
     found = [f"{path}:{node.lineno}" for path, node in calls if isinstance(node, ast.Call) and in_locale(node)]
     assert found == []
-
-
-@pytest.mark.slow
-@pytest.mark.proof  # test_bare.py does so without plots and pages
-def test_a_japanese_prompt_trains_where_the_locale_is_ascii(tmp_path):
-    program = """
-import sys
-from tokencredit import PPOConfig, PPOTrainer
-settings = {"prompts.text": "\\u6620\\u753b\\u306f", "rollout.batch_size": 4, "rollout.max_new_tokens": 4}
-settings |= {"run.dir": sys.argv[1], "run.iterations": 1, "run.trackers": [], "ppo.minibatches": 1}
-PPOTrainer(args=PPOConfig.from_dict(settings)).train()
-"""
-    ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    done = python("-c", program, tmp_path / "run", **ascii)
-    assert done.returncode == 0, done.stderr
-    assert "\\u6620\\u753b\\u306f" in done.stdout
-    assert "\u6620\u753b\u306f" in (tmp_path / "run" / "policy" / "README.md").read_text(encoding="utf-8")
-    assert (tmp_path / "run" / "summary.json").is_file()

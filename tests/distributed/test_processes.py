@@ -11,16 +11,11 @@ from helpers import processes
 from helpers.commands import COMMAND
 from helpers.files import read_events, read_metrics
 from helpers.warm import python, together
-from tokencredit.cli import main
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
 ]
-
-OPTIONS = ["--model.dtype", "float32", "--rollout.batch_size", "16", "--rollout.max_new_tokens", "10"]
-OPTIONS += ["--ppo.epochs", "1", "--ppo.minibatches", "5", "--run.show_every", "0"]
-
 
 FREED = """
 import torch
@@ -42,17 +37,6 @@ del large
 print(held() - before)
 """
 """Frees blocks of 1 MB that lie between others, and prints the memory held before and after."""
-
-
-def train_alone(folder, options):
-    """Train in this process."""
-    assert main(["train", *options, str(folder)]) == 0
-    return written(folder)
-
-
-def written(folder):
-    """The metrics and the policy's weights of a run."""
-    return read_metrics(folder), load_file(folder / "policy" / "model.safetensors")
 
 
 def job(count, *arguments):
@@ -106,7 +90,7 @@ def test_evaluations_and_weights_are_those_of_one_process(runs):
             numbers = {name: x for name, x in one.items() if name.startswith(starts)}
             assert {"weight_ess", "behavior_kl"} <= set(numbers)
             assert {name: two[name] for name in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-5), run
-        weights, expected = (written(runs / name)[1] for name in (run, "1"))
+        weights, expected = (load_file(runs / name / "policy" / "model.safetensors") for name in (run, "1"))
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=1e-3)
 
@@ -114,24 +98,6 @@ def test_evaluations_and_weights_are_those_of_one_process(runs):
 def test_another_number_of_processes_is_an_event(runs):
     line = "the run goes on in 1 process; the checkpoint is of 2. Minibatches and samples stay the same; "
     assert any(event.startswith(line) for event in read_events(runs / "2 sharded → 1"))
-
-
-@pytest.mark.proof  # test_sharding.py has the gradients of an ensemble in two processes
-def test_two_critics_learn_alike_in_two_processes(tmp_path):
-    """Micro-batches are so small that most have no row of one of the critics."""
-    options = [*OPTIONS, "--critic.kind", "separate", "--critic.members", "2", "--critic.clip", "null"]
-    options += ["--reward", "[{function: length, kwargs: {unit: characters}}]"]  # returns that move the critics' scale
-    options += ["--critic.epochs", "1", "--ppo.micro_batch_tokens", "24", "--run.iterations", "1", "--run.dir"]
-    alone, _ = train_alone(tmp_path / "one", options)
-    done = together(2, *COMMAND, "train", *options, tmp_path / "two", ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    for one, two in zip(alone, read_metrics(tmp_path / "two"), strict=True):
-        for name in ("value_loss", "critic_value_loss", "grad_norm", "explained_variance", "reward"):
-            assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-6), name
-    for part in ("value_head.safetensors", "value_head-2.safetensors", "critic-2/model.safetensors"):
-        weights, expected = (load_file(tmp_path / run / "policy" / part) for run in ("two", "one"))
-        for name, weight in expected.items():
-            torch.testing.assert_close(weights[name], weight, atol=1e-4, rtol=1e-3)
 
 
 def test_the_first_process_chooses_the_number_format_for_all(tmp_path):

@@ -263,24 +263,6 @@ def test_a_failed_sync_loses_no_update(tmp_path, monkeypatch):
     torch.testing.assert_close(rollout.behavior_logprobs[rollout.mask], now[rollout.mask], atol=1e-5, rtol=0)
 
 
-@pytest.mark.proof  # test_resuming.py; below: a trainer trains again
-def test_a_failed_reward_is_asked_for_again_after_a_resume(tmp_path):
-    def reward(completions, **_):
-        calls.append(len(completions))
-        if fails and len(calls) > 1:
-            raise ValueError("down")
-        return [float(len(x)) for x in completions]
-
-    calls, fails = [], [True]
-    args = ahead(tmp_path / "run", 3)
-    terms = replace(as_terms(reward, torch.device("cpu"))[0], retries=0)
-    with pytest.raises(RunStopped, match="down"):
-        PPOTrainer(args=args, reward_funcs=terms).train()
-    fails.clear()
-    PPOTrainer(args=args, reward_funcs=terms).train(resume_from_checkpoint=True)
-    assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
-
-
 @pytest.mark.proof  # below: episodes ahead in environments of their own
 def test_episodes_of_several_turns_are_played_ahead(tmp_path):
     args = ahead(
