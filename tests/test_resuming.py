@@ -545,7 +545,7 @@ def test_a_run_begun_with_a_reward_of_pythons_is_not_resumed_with_another(tmp_pa
         model=ModelConfig(dtype="float32"),
         rollout=RolloutConfig(batch_size=4, max_new_tokens=4),
         ppo=UpdateConfig(epochs=1, minibatches=1),
-        run=quiet(tmp_path / "run"),
+        run=quiet(tmp_path / "run", save_every=1),
     )
     PPOTrainer(args=args, reward_funcs=long).train()
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
