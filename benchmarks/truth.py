@@ -49,7 +49,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "buffer": {"": RECIPE, "critic.buffer": 2},
     "lam 0": {"": RECIPE, "advantage.lam": 0.0},
     "lam 0.95": {"": RECIPE, "advantage.lam": 0.95},
-    "lam follows": {"": RECIPE, "advantage.lam_follows": True},
     "two halves": {"": RECIPE, "critic.members": 2, "critic.clip": None},
     "probe": {"": RECIPE, "critic.kind": "shared", "critic.detach": True, "critic.trunk_lr": None},
     "histogram": {"": RECIPE, "critic.loss": "histogram"},

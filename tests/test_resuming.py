@@ -98,7 +98,8 @@ def cut_in_3(tmp_path_factory):
 
 TEXTS = {
     "everything that remembers": {
-        "advantage": AdvantageConfig(lam_follows=True),
+        "critic": CriticConfig(prefix_every=1),
+        "advantage": AdvantageConfig(lam="auto"),
         "kl": KLConfig(target=1.0),
         "score": ScoreConfig(normalize="running"),
         "eval": EvalConfig(every=1, samples=8, max_new_tokens=6),

@@ -170,7 +170,7 @@ KINDS = {
         "advantage": AdvantageConfig(estimator="group_relative"),
         "rollout": RolloutConfig(batch_size=8, per_prompt=4, max_new_tokens=LENGTH),
     },
-    "dense, lam_follows": {"reward": dense, "advantage": AdvantageConfig(lam=0.9, lam_follows=True)},
+    "dense, λ 0.9": {"reward": dense, "advantage": AdvantageConfig(lam=0.9)},
     "dense, bootstrap": {"reward": dense, "advantage": AdvantageConfig(bootstrap=True)},
     "running, filters": {
         "score": ScoreConfig(normalize="running"),

@@ -75,6 +75,12 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "critic.continuations",
         "without critic.coef or critic.epochs",
     ),
+    (
+        "text",
+        {"critic.prefix_every": 2, "critic.kind": "none", "advantage.estimator": "uniform"},
+        "critic.prefix_every",
+        "with critic.kind: none",
+    ),
     ("text", {"critic.continued_states": 2}, "critic.continued_states", "without critic.continuations"),
     *[
         (run_kind, {f"audit.{key}": value}, f"audit.{key}", "without audit.every")
@@ -164,13 +170,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         )
         for run_kind in ("text", "control")
     ],
-    (
-        "text",
-        {"advantage.estimator": "td", "advantage.lam_follows": True},
-        "advantage.lam_follows",
-        "without advantage.estimator: gae, decoupled_gae",
-    ),
-    ("text", {"advantage.lam": 1, "advantage.lam_follows": True}, "advantage.lam_follows", "with advantage.lam: 1.0"),
     (
         "text",
         {"advantage.estimator": "uniform", "critic.kind": "none", "advantage.gamma": 0.9},

@@ -270,31 +270,57 @@ def test_a_batch_of_completions_that_were_all_cut_off_has_credit_and_nothing_to_
     assert experience.advantages.isfinite().all()
 
 
-def test_lambda_follows_what_the_critic_explains_of_sampled_returns(tokenizer):
-    """Returns 1, 1, 0, 0 with values 0.5, 1, 0.5, 0: Var[R] = 1/4, Var[R − V] = 1/8, so EV = 1/2."""
-    credit = credit_of(advantage=AdvantageConfig(lam=0.9, lam_follows=True, whiten="none"), **UNSCALED)
-    assert credit.lam == 1  # nothing is known of the critic
+AUTO, PREFIXES = AdvantageConfig(lam="auto", whiten="none"), CriticConfig(prefix_every=1)
 
-    def give(values, scores=(1.0, 0.0)):
-        scored = scored_of(tokenizer, list(scores), values=values)
+
+def with_prefixes(tokenizer, scores, prefixes, values):
+    return replace(scored_of(tokenizer, scores, values=values), prefixes=torch.tensor(prefixes))
+
+
+def test_values_are_the_fit_and_what_the_critic_adds(tokenizer):
+    """Each row's values come from the others: rows 0 and 2 are alike, and so are 1 and 3."""
+    scores, prefixes, values = [1.0, 0.0] * 8, [[0.5, 1.0], [0.5, 0.0]] * 8, [[0.25, 0.0]] * 16
+    credit = credit_of(advantage=AdvantageConfig(whiten="none"), **UNSCALED)
+    batch, experience = credit.give(with_prefixes(tokenizer, scores, prefixes, values))
+    assert batch.fitted[:, 1].tolist() == pytest.approx([1.0, 0.0] * 8, abs=0.15)
+    assert batch.fitted[:, 0].tolist() == pytest.approx([0.5] * 16, abs=0.1)
+    assert torch.equal(batch.rollout.values, batch.fitted + torch.tensor(values))
+    # The critic learns the rest, from where it is.
+    torch.testing.assert_close(experience.values, torch.tensor(values))
+    torch.testing.assert_close(experience.returns, batch.returns - batch.fitted)
+
+
+def test_lambda_follows_what_prefixes_explain_within_completions(tokenizer):
+    credit = credit_of(advantage=AUTO, critic=PREFIXES, **UNSCALED)
+    assert credit.lam == 0.95  # nothing is known of them
+
+    def give(prefixes):
+        scored = with_prefixes(tokenizer, [1.0, 0.0] * 8, prefixes, [[0.0, 0.0]] * 16)
         batch, _ = credit.give(scored)
         options = {"gamma": 1.0, "lam": credit.lam}
-        advantages, _ = estimate("gae", batch.rewards, scored.rollout.values, options=options, mask=scored.rollout.mask)
+        values, mask = batch.rollout.values, scored.rollout.mask
+        advantages, _ = estimate("gae", batch.rewards, values, options=options, mask=mask)
         assert torch.equal(batch.advantages, advantages)
         assert credit.metrics() == {"kl_coef": 0.0, "lam": credit.lam}
-        return credit.lam
+        returns = batch.rewards.flip(1).cumsum(1).flip(1)
+        left = ((returns - batch.fitted) ** 2).sum() / ((returns - batch.fitted[:, :1]) ** 2).sum()
+        return max(1 - float(left), 0.0)
 
-    assert give([[0.5, 1.0], [0.5, 0.0]]) == pytest.approx(1 - 0.1 * 0.5)
-    mean = (0.8 * 0.5 + 1) / 1.8  # the earlier batch counts 0.8 times
-    assert give([[1.0, 1.0], [0.0, 0.0]]) == pytest.approx(1 - 0.1 * mean)
-    mean = 0.8 * 1.8 * mean / (0.8 * 1.8 + 1)  # values that mislead explain nothing, not less
-    assert give([[-9.0, 0.0], [9.0, 0.0]]) == pytest.approx(1 - 0.1 * mean)
-    assert give([[0.3, 0.1], [0.2, 0.9]], scores=(0.5, 0.5)) == pytest.approx(1 - 0.1 * mean)  # nothing to explain
+    # Of a prompt nothing is known, of the first token all: half of the squares are explained.
+    assert credit.lam != give([[0.5, 1.0], [0.5, 0.0]] * 8)
+    first = 1 - credit.lam / 0.95
+    assert first == pytest.approx(0.5, abs=0.1)
+    second = give([[0.5, 1.0], [0.5, 0.0]] * 8)
+    assert credit.lam == pytest.approx(0.95 * (1 - (0.8 * first + second) / 1.8))
+    # A score that knows the end from the prompt on explains nothing within completions.
+    credit = credit_of(advantage=AUTO, critic=PREFIXES, **UNSCALED)
+    give([[1.0, 1.0], [0.0, 0.0]] * 8)
+    assert credit.lam == pytest.approx(0.95, abs=0.1)
 
 
-def test_lambda_stays_what_it_is_unless_it_is_to_follow(tokenizer):
+def test_lambda_stays_what_it_is_unless_it_is_auto(tokenizer):
     credit = credit_of(advantage=AdvantageConfig(lam=0.9), **UNSCALED)
-    credit.give(scored_of(tokenizer, [1.0, 0.0], values=[[1.0, 1.0], [0.0, 0.0]]))
+    credit.give(with_prefixes(tokenizer, [1.0, 0.0], [[0.5, 1.0], [0.5, 0.0]], [[1.0, 1.0], [0.0, 0.0]]))
     assert credit.lam == 0.9
     assert "lam" not in credit.metrics()
 

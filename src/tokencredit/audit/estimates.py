@@ -25,7 +25,7 @@ def label(name: str, options: Mapping[str, Any]) -> str:
     """Label of a variant in tables, such as `gae, λ = 0.95`."""
     if name in ("gae", "td", "monte_carlo"):
         lam = {"td": 0.0, "monte_carlo": 1.0}[name] if name != "gae" else float(options["lam"])
-        return {0.0: TD, 1.0: MONTE_CARLO}.get(lam, f"gae, λ = {lam:g}")
+        return {0.0: TD, 1.0: MONTE_CARLO}.get(lam, f"gae, λ = {lam:.3g}")
     shown = {"lam": "λ", "alpha": "α", "n": "n"}
     settings = [f"{shown[key]} = {options[key]:g}" for key in ESTIMATORS[name].settings if key in shown]
     return ", ".join([name, *settings])

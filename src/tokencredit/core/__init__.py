@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokencredit.core.losses import *
     from tokencredit.core.masked import *
     from tokencredit.core.off_policy import *
+    from tokencredit.core.prefix_baseline import *
     from tokencredit.core.rewards import *
     from tokencredit.core.turns import *
     from tokencredit.core.vocab_projection import *
@@ -36,6 +37,7 @@ _NAMES = {
     "masked_sum moments moments_and_centred whiten zero_outside",
     "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "
     "sequence_surrogate weighted_policy_gradient",
+    "prefix_baseline": "fit_prefixes prefix_moments",
     "rewards": "KL_ESTIMATORS exact_kl k1 k2 k3 kl_estimate overlong_penalty token_rewards",
     "turns": "Turns estimate_by_turn",
     "vocab_projection": "Linear TokenLoss TokenStats",

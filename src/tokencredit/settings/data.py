@@ -114,6 +114,9 @@ class FunctionTerm(RewardTerm):
     regex, lexicon_sentiment, repetition, distinct, reference_fluency, similarity."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
+    prefix: bool = False
+    """Score the prefixes of completions too, for the values of their states (`critic.prefix_every`): for a function of
+    the text that is cheap and has no effects."""
 
 
 @dataclass(kw_only=True)

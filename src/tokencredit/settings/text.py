@@ -133,6 +133,13 @@ class PPOConfig(Configuration):
         if critic.members > 1 and critic.clip is not None:
             reason = "each would be clipped around the mean of all, which a rollout keeps; set critic.clip: null"
             refuse(self, "critic.clip critic.members", reason)
+        if critic.prefix_every and self.advantage.bootstrap:
+            reason = "a prefix has one score, and a bootstrap needs rewards per token; leave one of them out"
+            refuse(self, "critic.prefix_every advantage.bootstrap", reason)
+        if self.advantage.lam == "auto" and not critic.prefix_every:
+            refuse(
+                self, "advantage.lam", "it follows the scores of prefixes; set critic.prefix_every, or give a number"
+            )
 
     def _check_update(self) -> None:
         size, kl = self.rollout.batch_size, self.kl

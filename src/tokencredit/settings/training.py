@@ -70,9 +70,12 @@ class AdvantageSettings(Group):
 class AdvantageConfig(AdvantageSettings):
     """Advantage estimation."""
 
-    lam_follows: bool = setting(False, needs=(read_by("lam"), "lam: not 1.0, 1"))
-    """Adapt λ to the critic: λ = 1 − (1 − lam) · EV, with EV the running explained variance of new batches (at least
-    0). λ is 1 while the critic explains nothing and `lam` where it explains everything."""
+    lam: float | Literal["auto"] = setting(  # type: ignore[assignment]  # agents have no prefixes
+        0.95, needs=read_by("lam"), at_least=0, at_most=1
+    )
+    """λ of gae and decoupled_gae: 0 trusts the values, 1 trusts the sampled return. auto, with
+    `critic.prefix_every`, is 0.95 · (1 − EV), with EV the share of the returns' variance within completions that the
+    scores of prefixes explain in new batches."""
     scale: bool = setting(True, needs=read_by("scale"))
     """Divide group_relative advantages by the group's standard deviation."""
     unit: Literal["token", "turn"] = setting("token", needs=(SEVERAL, f"estimator: {', '.join(STEPWISE)}"))

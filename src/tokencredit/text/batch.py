@@ -69,6 +69,8 @@ class Batch:
     """True if some term gave one number for a whole completion."""
     filtered: bool = False
     """True if filters such as top_p truncated the sampling distribution."""
+    prefixes: Tensor | None = None
+    """Score of the text before each token; None without such scores."""
     stopped: Tensor | None = None
     """`[batch]`, true for completions that contain a stop string; None without stop strings, and for episodes."""
 
@@ -80,6 +82,8 @@ class Batch:
     returns: Tensor = EMPTY
     in_loss: Tensor = EMPTY
     """True at tokens in the loss."""
+    fitted: Tensor | None = None
+    """The part of the values that is fitted to `prefixes`, to which the critic's outputs are added."""
     valued: Tensor = EMPTY
     """True at tokens whose value the critic learns: all, or the first of each turn."""
     weights: Tensor | None = None

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokencredit.core.advantages import estimate
 from tokencredit.core.episodes import EpisodeBounds
-from tokencredit.core.masked import VARIANCE_GUARD, Reduce, explained_variance, moments, whiten
+from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten
 from tokencredit.core.off_policy import correction
 from tokencredit.core.rewards import overlong_penalty, token_rewards
 from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
+from tokencredit.learn.prefix_fit import PrefixFit
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
@@ -27,6 +28,8 @@ NOISE = math.sqrt(VARIANCE_GUARD)
 """Standard deviation of scores up to which their differences count as noise."""
 EXPLAINED_DECAY = 0.8
 """Decay per batch of the running explained variance that λ follows."""
+UNFITTED_LAM = 0.95
+"""λ of `advantage.lam: auto` where scores of prefixes explain nothing."""
 
 
 class ScoreScale(NamedTuple):
@@ -51,6 +54,7 @@ class Credit:
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
         self.explained = RunningMoments(EXPLAINED_DECAY)
+        self.prefixes = PrefixFit()
 
     def give(self, scored: Batch) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
@@ -65,13 +69,13 @@ class Credit:
         Raises:
             RunStopped: the settings do not fit the kind of scores, of whole completions or per token.
         """
-        args, rollout = self.args, scored.rollout
+        args = self.args
         self._check(scored)
         # Reward of each token: the normalised score, usually at the last one, and −β · KL.
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
-        # λ follows how well the critic predicts a batch that it has not learned from yet.
-        if args.advantage.lam_follows:
-            self._measure_critic(scored, score_rewards, kl_rewards)
+        # Values: those fitted to the scores of prefixes, with the critic's for what they leave.
+        scored = self._with_fit(scored, score_rewards + kl_rewards)
+        rollout = scored.rollout
         # Advantages and returns. This batch's rewards enter the running baseline only now, since a baseline must not
         # depend on what it is subtracted from.
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
@@ -99,37 +103,41 @@ class Credit:
         self._check(scored)
         estimator = replace(self.args.advantage, estimator="monte_carlo")
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
+        scored = self._with_fit(scored, score_rewards + kl_rewards)
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, estimator)
         rollout = replace(scored.rollout, mask=self._in_loss(scored.rollout))
         return self._experience(scored, rollout, advantages, returns)
 
+    def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
+        """Add the values fitted to the scores of prefixes to those of the critic; this batch joins the fit."""
+        if scored.prefixes is None:
+            return scored
+        rollout, options = scored.rollout, {"gamma": self.args.advantage.gamma}
+        returns, _ = estimate("reward_to_go", rewards, options=options, **self._where(scored))
+        where = self._in_loss(rollout)
+        fitted = self.prefixes.values(scored.prefixes, returns, where, self.first, self.reduce)
+        fitted = fitted.masked_fill(~rollout.mask, 0.0)
+        explained = 1 - self.reduce(_squares(returns - fitted, where)) / self.reduce(
+            _squares(returns - fitted[:, :1], where)
+        )
+        if explained.isfinite():  # undefined for constant returns
+            self.explained.update(explained.clamp(min=0))
+        values = fitted if rollout.values is None else rollout.values + fitted
+        return replace(scored, rollout=replace(rollout, values=values), fitted=fitted)
+
     @property
     def lam(self) -> float:
-        """λ of the settings or, with `advantage.lam_follows`, from the critic's explained variance.
-
-        Some variance of sampled returns is noise that no critic explains, so the critic explains at least as large a
-        share of the variance of true values: λ never trusts it more than measured.
-        """
-        args = self.args.advantage
-        return 1 - (1 - args.lam) * self.explained.mean if args.lam_follows else args.lam
+        """λ of the settings or, with `advantage.lam: auto`, 0.95 · (1 − EV) with the explained variance of the fit."""
+        lam = self.args.advantage.lam
+        return UNFITTED_LAM * (1 - self.explained.mean) if lam == "auto" else lam
 
     def advantage_now(self) -> AdvantageConfig:
         """The advantage settings with the current λ."""
-        return replace(self.args.advantage, lam=self.lam, lam_follows=False)
+        return replace(self.args.advantage, lam=self.lam)
 
     def metrics(self) -> dict[str, float]:
         """The current KL coefficient and, if it follows the critic, λ."""
-        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.args.advantage.lam_follows else {})
-
-    def _measure_critic(self, scored: Batch, score_rewards: Tensor, kl_rewards: Tensor) -> None:
-        """Update the explained variance with a batch that the critic has not learned from yet."""
-        values = scored.rollout.values
-        assert values is not None, "the estimator needs a critic"
-        sampled = replace(self.args.advantage, estimator="monte_carlo")
-        _, returns = self._estimate(scored, score_rewards, kl_rewards, sampled)
-        explained = explained_variance(values, returns, self.valued(scored.rollout), self.reduce)
-        if explained.isfinite():  # undefined for constant returns
-            self.explained.update(explained.clamp(min=0))
+        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.args.advantage.lam == "auto" else {})
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""
@@ -257,12 +265,15 @@ class Credit:
             rows = self.first + torch.arange(len(rollout.mask), device=rollout.mask.device)
             inputs["member"] = rows % self.args.critic.members
         logprobs, behavior, age = self._policies(rollout)
+        values = rollout.values
+        if scored.fitted is not None and values is not None:  # the critic learns what the fit leaves
+            values, returns = values - scored.fitted, returns - scored.fitted
         return Experience(
             inputs=inputs,
             mask=rollout.mask,
             lengths=rollout.lengths(),
             logprobs=logprobs,
-            values=rollout.values,
+            values=values,
             advantages=advantages,
             returns=returns,
             ref_logprobs=reference.logprobs if self.args.kl.place == "loss" else None,
@@ -271,11 +282,13 @@ class Credit:
             age=age,
         )
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
+    def state_dict(self) -> dict[str, dict[str, Any]]:
         """The KL controller's state and the running moments."""
-        return {name: getattr(self, name).state_dict() for name in ("kl", "scores", "baseline", "explained")}
+        return {
+            name: getattr(self, name).state_dict() for name in ("kl", "scores", "baseline", "explained", "prefixes")
+        }
 
-    def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Restore the state of `state_dict`; parts without a state stay."""
         for name, part in state.items():
             getattr(self, name).load_state_dict(part)
@@ -305,6 +318,10 @@ class Credit:
         # A smaller deviation is noise; dividing by it would blow up scores that are all equal.
         deviation = self.scores.deviation if self.scores.deviation > NOISE else 1.0
         return ScoreScale(self.scores.mean if args.shift_mean else 0.0, deviation)
+
+
+def _squares(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, x, 0.0).square().sum()
 
 
 def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:

@@ -31,6 +31,7 @@ from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Engine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
+from tokencredit.text.prefixes import prefix_scores
 from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term
 from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.rollout_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
@@ -89,6 +90,8 @@ class Pipeline:
     """Tokens per micro-batch of a full forward pass, padding included; None for no limit."""
     player: EpisodePlayer | None = None
     """Plays episodes of several turns with the engine; None if a completion is one turn."""
+    prefix_every: int = 0
+    """Tokens between the prefixes that are scored for a critic; 0 for none."""
     finite: bool = True
     """Raise for scores that are not finite, instead of returning them."""
 
@@ -178,7 +181,12 @@ class Pipeline:
                     estimates = rollout_values(self.policy, batch.rollout, self.budget, self.lockstep)
                 batch = replace(batch, rollout=replace(batch.rollout, values=estimates))
             results["rollout"] = batch.rollout
-        return self.score(batch, settings, bootstrap=bootstrap, stage=stage)
+        scored = self.score(batch, settings, bootstrap=bootstrap, stage=stage)
+        if not (values and self.prefix_every):
+            return scored
+        with stage("prefixes"), self.processes.agreed(RewardError, ConfigError):
+            prefixes = prefix_scores(self.terms, scored, self.tokenizer, self.prefix_every)
+        return replace(scored, prefixes=prefixes)
 
     def score(
         self, batch: Batch, settings: SamplingConfig, *, bootstrap: bool = False, stage: Stage = no_stage

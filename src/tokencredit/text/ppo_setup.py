@@ -15,7 +15,7 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.learn.state import trainable
 from tokencredit.runs.summary import count, shortened
-from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
+from tokencredit.settings.data import ClassifierTerm, DefaultReward, FunctionTerm, RewardTerm
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.datasets import digest, from_python
@@ -282,6 +282,7 @@ def build_pipeline(
     report: Callable[[str], None] | None = None,
 ) -> Pipeline:
     """Build a run's pipeline; `report` is called with a line for each event of the engine, None prints them."""
+    check_prefixes(args, terms, environments)
     engine = build_engine(args, models, processes, report or print)
     return Pipeline(
         models.policy,
@@ -294,7 +295,23 @@ def build_pipeline(
         processes,
         args.ppo.micro_batch_tokens,
         None if environments is None else build_player(args, engine, environments),
+        args.critic.prefix_every,
     )
+
+
+def check_prefixes(args: PPOConfig, terms: list[Term], environments: Environments | None) -> None:
+    """Raise `ConfigError` for scores of prefixes that no term gives, or that nothing reads."""
+    every, scoring = args.critic.prefix_every, any(term.prefix for term in terms)
+    if every and environments is not None:
+        raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
+    if every and not scoring:
+        raise ConfigError(
+            f"critic.prefix_every is {every}, and no reward term scores prefixes; set prefix: true for a function of "
+            "the text that is cheap and has no effects, or leave it out"
+        )
+    for number, term in enumerate(args.reward):
+        if isinstance(term, FunctionTerm) and term.prefix and not every:
+            raise ConfigError(f"reward[{number}].prefix is true, which has no effect without critic.prefix_every")
 
 
 def check_evaluation_lengths(args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:

@@ -32,7 +32,7 @@ def _gains(run: Evidence, name: str) -> bool:
 def _lam(run: Evidence) -> float | None:
     """The run's λ, the latest if it follows the critic; None for an estimator without one."""
     name, lam = run.setting("advantage.estimator"), run.setting("advantage.lam")
-    if run.setting("advantage.lam_follows"):
+    if lam == "auto":
         lam = run.last("lam")
     fixed = {"td": 0.0, "monte_carlo": 1.0}
     if name in fixed:

@@ -117,13 +117,13 @@ class CompletionAuditor:
             run_in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
         lengths = scored.rollout.mask.sum(1).cpu()[rows]
         last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
-        values = scored.rollout.values
+        values = batch.rollout.values
         return Audit(
             batch,
             rows.tolist(),
             returns.truth(last, lengths),
             None if values is None else values.cpu()[rows],
-            {label: x.cpu()[rows] for label, x in self._estimates(credit, scored, scale, group)},
+            {label: x.cpu()[rows] for label, x in self._estimates(credit, batch, scale, group)},
             float(returns.counts[returns.counts > 0].mean()),
             time.perf_counter() - started,
         )

@@ -157,6 +157,8 @@ def continuation_targets(
     with pipeline.held():
         run_in_all(processes, batch, sample)
     means = sampled.means().to(experience.returns.device, experience.returns.dtype)
+    if batch.fitted is not None:  # the critic learns what the fit leaves
+        means = means - batch.fitted
     returns = torch.where(means.isnan(), experience.returns, means)
     total = processes.sum(torch.tensor(float(tokens), device=processes.device))
     return replace(experience, returns=returns), {"continued_tokens": float(total)}

@@ -68,6 +68,8 @@ class Term:
     """Retries after a failed call."""
     timeout: float | None = None
     """Timeout of a call in seconds; None for no timeout."""
+    prefix: bool = False
+    """True if the function may score unfinished completions, for the values of their states."""
 
 
 def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T]) -> Callable[[], T]:

@@ -87,7 +87,8 @@ def _build(settings: RewardTerm, device: torch.device | str) -> Term:
         case RewardModelTerm(reward_model=source):
             name, model = Path(source).name, load(source, device, settings.dtype)
             function = RewardModel(source, *model, text=settings.text, batch_size=settings.batch_size)
-    return Term(settings.name or name, settings.weight, function, kwargs, settings.retries, settings.timeout)
+    prefix = settings.prefix if isinstance(settings, FunctionTerm) else True
+    return Term(settings.name or name, settings.weight, function, kwargs, settings.retries, settings.timeout, prefix)
 
 
 def load_function(spec: str, kwargs: Mapping[str, Any]) -> RewardFunction:
@@ -129,7 +130,7 @@ def _as_term(reward: Any, device: torch.device | str) -> Term:
     if isinstance(reward, str) and (reward in READY_MADE or (":" in reward and not reward.startswith("builtin:"))):
         return Term(reward.rpartition(":")[2], 1.0, load_function(reward, {}))
     if isinstance(reward, str):
-        return Term(Path(reward).name, 1.0, RewardModel(reward, *load(reward, device)))
+        return Term(Path(reward).name, 1.0, RewardModel(reward, *load(reward, device)), prefix=True)
     if isinstance(reward, PreTrainedModel):
         name = reward.config._name_or_path
         try:
@@ -139,7 +140,7 @@ def _as_term(reward: Any, device: torch.device | str) -> Term:
                 f"no tokenizer for the reward model {name!r}; save both to one folder and give that: {error}"
             ) from error
         reward.to(device)  # type: ignore[arg-type]  # Transformers' annotation takes a second self
-        return Term(Path(name).name, 1.0, RewardModel(name, reward, tokenizer))
+        return Term(Path(name).name, 1.0, RewardModel(name, reward, tokenizer), prefix=True)
     if isinstance(reward, type):
         raise ConfigError(f"{reward.__name__} is a class; pass an instance, {reward.__name__}(…)")
     if not callable(reward):

@@ -1,0 +1,144 @@
+"""Build worlds of real sentences to measure credit in: a small GPT-2 that writes them, and a classifier of them.
+
+    python benchmarks/worlds.py subj DATA OUT      # DATA holds subj.subjective and subj.objective
+    python benchmarks/worlds.py trec DATA OUT      # DATA holds TREC.train
+
+OUT gets `policy`, `classifier`, and `world.json` with the settings of `tokencredit train`. The data sets are those of
+Pang and Lee 2004 (subjective sentences and plots of films) and Li and Roth 2002 (questions by what they ask for); the
+classifier learns whole sentences only, as the field's do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import DistilBertConfig, DistilBertForSequenceClassification, DistilBertTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from demo.training import (
+    HEAD_WIDTH,
+    POSITIONS,
+    Size,
+    batches_of_like_length,
+    fit,
+    fit_language_model,
+    gpt2,
+    padded,
+    policy_tokenizer,
+    sentiment_tokenizer,
+)
+
+POLICY = Size(width=192, layers=4, readings=8, batch=32, lr=2e-3)
+CLASSIFIER = Size(width=96, layers=2, readings=6, batch=32, lr=1e-3)
+WORLDS = {"subj": ("subjective", None), "trec": ("LOC", ["What", "Which", "Name"])}
+"""For each world the rewarded label and the prompts; None for the most common first two words. Of questions, "How many"
+and the like cannot ask for a place."""
+PROMPTS = 8
+HELD_OUT = 20
+"""One in this many sentences is held out, to measure the classifier."""
+
+
+def sentences(world: str, data: Path) -> list[tuple[str, str]]:
+    """Sentences with their labels, without duplicates."""
+    if world == "subj":
+        rows = [(line, label) for label in ("objective", "subjective") for line in lines(data / f"subj.{label}")]
+    else:
+        rows = [(line.partition(" ")[2], line.partition(":")[0]) for line in lines(data / "TREC.train")]
+    return sorted({text.strip(): label for text, label in rows}.items())
+
+
+def lines(path: Path) -> list[str]:
+    """The lines of a file whose bytes are not all UTF-8."""
+    return path.read_text(encoding="latin-1").splitlines()
+
+
+def openings(texts: list[str]) -> list[str]:
+    """The most common first two words."""
+    counts = Counter(" ".join(text.split()[:2]) for text in texts)
+    return [opening for opening, _ in counts.most_common(PROMPTS)]
+
+
+def train_classifier(
+    rows: list[tuple[str, str]], labels: list[str], tokenizer: DistilBertTokenizer, seed: int
+) -> DistilBertForSequenceClassification:
+    """Train a DistilBERT to tell the labels of whole sentences apart."""
+    torch.manual_seed(seed)
+    config = DistilBertConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=POSITIONS,
+        dim=CLASSIFIER.width,
+        hidden_dim=4 * CLASSIFIER.width,
+        n_layers=CLASSIFIER.layers,
+        n_heads=CLASSIFIER.width // HEAD_WIDTH,
+        pad_token_id=tokenizer.pad_token_id,
+        id2label=dict(enumerate(labels)),
+        label2id={label: number for number, label in enumerate(labels)},
+    )
+    model, rng = DistilBertForSequenceClassification(config), random.Random(seed)
+    ids = tokenizer([text for text, _ in rows], truncation=True).input_ids
+    numbered = [(row, labels.index(label)) for row, (_, label) in zip(ids, rows, strict=True)]
+
+    def loss(batch: list[tuple[list[int], int]]) -> torch.Tensor:
+        ids, mask = padded([row for row, _ in batch], tokenizer.pad_token_id)
+        return nn.functional.cross_entropy(
+            model(input_ids=ids, attention_mask=mask).logits, torch.tensor([label for _, label in batch])
+        )
+
+    rows_read = numbered * CLASSIFIER.readings
+    fit(model, batches_of_like_length(rows_read, lambda row: len(row[0]), CLASSIFIER.batch, rng), loss, CLASSIFIER.lr)
+    return model
+
+
+def main() -> None:
+    """Build one world."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("world", choices=WORLDS)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    disable_progress_bar()
+    rewarded, prompts = WORLDS[options.world]
+    rows = sentences(options.world, options.data)
+    rng = random.Random(options.seed)
+    rng.shuffle(rows)
+    held_out, kept = rows[::HELD_OUT], [row for number, row in enumerate(rows) if number % HELD_OUT]
+    texts = [text for text, _ in kept]
+
+    tokenizer = policy_tokenizer(texts, 4_096)
+    end = tokenizer.eos_token_id
+    model = gpt2(tokenizer, POLICY, POSITIONS, options.seed)
+    ids = [[*row[: POSITIONS - 1], end] for row in tokenizer(texts).input_ids]
+    fit_language_model(model, ids * POLICY.readings, POLICY, rng)
+    model.save_pretrained(options.out / "policy")
+    tokenizer.save_pretrained(options.out / "policy")
+
+    labels = sorted({label for _, label in rows})
+    reader = sentiment_tokenizer(texts)
+    classifier = train_classifier(kept, labels, reader, options.seed)
+    right = 0
+    for text, label in held_out:
+        logits = classifier(**reader(text, truncation=True, return_tensors="pt")).logits
+        right += int(labels[int(logits.argmax())] == label)
+    classifier.save_pretrained(options.out / "classifier")
+    reader.save_pretrained(options.out / "classifier")
+    settings = {
+        "model.name": str(options.out / "policy"),
+        "reward": [{"classifier": str(options.out / "classifier"), "label": rewarded}],
+        "prompts.text": prompts or openings(texts),
+    }
+    (options.out / "world.json").write_text(json.dumps(settings, indent=1))
+    print(f"{len(rows):,} sentences; the classifier is right on {right / len(held_out):.3f} of those held out")
+    print(f"prompts {settings['prompts.text']}, reward P({rewarded})")
+
+
+if __name__ == "__main__":
+    main()

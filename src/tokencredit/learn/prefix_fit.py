@@ -1,0 +1,77 @@
+"""The running fit of the prefix baseline: from batches of prefix scores and returns to values."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokencredit.core.masked import Reduce
+from tokencredit.core.prefix_baseline import fit_prefixes, prefix_moments
+
+FOLDS = 8
+"""Parts of a batch; each gets its values from the others and from earlier batches, never from its own returns."""
+FORGET = 0.6
+"""Factor on the weight of earlier batches, at each new one: the policy moves."""
+CANDIDATES = tuple(product((4.0, 32.0), (3.0, 30.0, 300.0)))
+"""Widths and priors to choose from, by their errors on earlier batches; the first one is the first batch's."""
+
+
+class PrefixFit:
+    """Values V(sₜ) = αₜ + βₜ · S(prefixₜ), fitted to the returns of the last batches.
+
+    A completion's values come from other completions alone, so they are a baseline: the policy gradient stays unbiased.
+    """
+
+    def __init__(self) -> None:
+        """Start without data."""
+        self.moments = torch.zeros(5, 0, dtype=torch.float64)
+        self.errors = torch.zeros(len(CANDIDATES), dtype=torch.float64)
+
+    def values(self, scores: Tensor, returns: Tensor, mask: Tensor, first: int, reduce: Reduce) -> Tensor:
+        """Values `[batch, time]` of a batch, which is then part of the fit.
+
+        Args:
+            scores: [batch, time], score of the prefix before each token.
+            returns: [batch, time], sampled returns.
+            mask: bool [batch, time], true at the states to fit.
+            first: number of this process's first row in the whole batch, which decides the folds.
+            reduce: sums a tensor over processes.
+        """
+        device, time = scores.device, scores.shape[1]
+        scores, returns = scores.double().cpu(), returns.double().cpu()
+        mask = mask.cpu()
+        fold = (first + torch.arange(len(mask))) % FOLDS
+        parts = [fold == k for k in range(FOLDS)]
+        own = torch.stack([prefix_moments(scores[part], returns[part], mask[part]) for part in parts])
+        longest = max(time, self.moments.shape[1])
+        own = self._sum(widened(own, longest), device, reduce)
+        total = FORGET * widened(self.moments, longest) + own.sum(0)
+        # Values of each fold by each candidate, and their squared errors.
+        fits = torch.stack([torch.stack(fit_prefixes(total - own, *candidate)) for candidate in CANDIDATES])
+        alpha, beta = fits[..., :time].unbind(1)  # [candidate, fold, time] each
+        values = alpha[:, fold] + beta[:, fold] * scores
+        squares = torch.where(mask, (values - returns).square(), 0.0).sum((1, 2))
+        best = int(self.errors.argmin())
+        self.moments, self.errors = total, FORGET * self.errors + self._sum(squares, device, reduce)
+        return values[best].to(device, torch.float32)
+
+    @staticmethod
+    def _sum(x: Tensor, device: torch.device, reduce: Reduce) -> Tensor:
+        return reduce(x.to(device)).cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for `load_state_dict`."""
+        return {"moments": self.moments.tolist(), "errors": self.errors.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self.moments = torch.tensor(state["moments"], dtype=torch.float64).view(5, -1)
+        self.errors = torch.tensor(state["errors"], dtype=torch.float64)
+
+
+def widened(moments: Tensor, time: int) -> Tensor:
+    """Moments `[…, time]` with room for more positions."""
+    return torch.nn.functional.pad(moments, (0, time - moments.shape[-1]))

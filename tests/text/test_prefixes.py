@@ -1,0 +1,88 @@
+"""Scores of prefixes, and runs whose values are fitted to them."""
+
+import math
+
+import pytest
+import torch
+
+from helpers.configs import text_config
+from helpers.files import read_metrics
+from helpers.rewards import vowels
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.data import EnvironmentConfig, FunctionTerm
+from tokencredit.settings.model import CriticConfig
+from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.training import AdvantageConfig
+from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.text.prefixes import prefix_scores
+from tokencredit.text.rewards.calls import Term
+
+EVERY = CriticConfig(prefix_every=1)
+
+
+def trainer_of(folder, *reward_funcs, **groups):
+    return PPOTrainer(args=text_config(folder, **{"critic": EVERY} | groups), reward_funcs=list(reward_funcs) or None)
+
+
+@pytest.mark.slow
+def test_a_prefix_scores_what_its_text_does_alone(tmp_path):
+    trainer = trainer_of(
+        tmp_path, Term("vowels", 2.0, vowels, prefix=True), Term("length", 1.0, lambda completions: [9.0] * 8)
+    )
+    batch, tokenizer = trainer.collect(), trainer.tokenizer
+    for row, length in enumerate(batch.rollout.response_lengths().tolist()):
+        ids = batch.rollout.response_ids[row, :length].tolist()
+        texts = [tokenizer.decode(ids[:start], skip_special_tokens=True) for start in range(length)]
+        # Without the other term.
+        expected = [2 * score for score in vowels(texts)]
+        assert batch.prefixes[row, :length].tolist() == pytest.approx(expected)
+    # Every third prefix, whose score the two tokens after it have too.
+    sparse = prefix_scores(trainer.pipeline.terms, batch, tokenizer, 3)
+    torch.testing.assert_close(sparse[:, 3:6], batch.prefixes[:, 3:4].expand(-1, 3))
+
+
+@pytest.mark.slow
+def test_the_classifier_of_a_configuration_gives_values_and_lambda(tmp_path):
+    trainer = PPOTrainer(
+        args=text_config(
+            tmp_path / "run",
+            2,
+            critic=EVERY,
+            advantage=AdvantageConfig(lam="auto"),
+            rollout=RolloutConfig(batch_size=32, max_new_tokens=8),
+        )
+    )
+    prompts = trainer.prompts.batch(0, 1)
+    (alone,) = trainer.pipeline.terms[0].function(prompts.prompts, [""])
+    assert float(trainer.collect().prefixes[0, 0]) == pytest.approx(alone, rel=1e-5)
+    trainer.train()
+    for row in read_metrics(tmp_path / "run"):
+        assert 0 <= row["lam"] < 0.95
+        assert row["explained_variance"] > 0.3  # of returns that this batch has not yet been fitted to
+        assert math.isfinite(row["seconds/prefixes"])
+
+
+def test_scores_of_prefixes_that_nobody_gives_or_reads_are_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"critic\.prefix_every is 1, and no reward term scores prefixes; set prefix:"
+    ):
+        trainer_of(tmp_path, vowels)
+    with pytest.raises(
+        ConfigError, match=r"reward\[0\]\.prefix is true, which has no effect without critic\.prefix_ev"
+    ):
+        trainer_of(tmp_path, critic=CriticConfig(), reward=[FunctionTerm(function="length", prefix=True)])
+    with pytest.raises(ConfigError, match=r"critic\.prefix_every is 1, and prefixes of several turns are not scored"):
+        trainer_of(tmp_path, env=EnvironmentConfig(factory="builtin:grid"))
+    with pytest.raises(ConfigError, match="a bootstrap needs rewards per token"):
+        trainer_of(tmp_path, advantage=AdvantageConfig(bootstrap=True))
+    with pytest.raises(ConfigError, match=r"advantage\.lam is auto; it follows the scores of prefixes; set critic"):
+        trainer_of(tmp_path, critic=CriticConfig(), advantage=AdvantageConfig(lam="auto"))
+
+
+@pytest.mark.slow
+def test_a_number_per_token_is_no_score_of_a_prefix(tmp_path):
+    def dense(completion_ids, **columns):
+        return [[1.0] * len(ids) for ids in completion_ids]
+
+    with pytest.raises(RunStopped, match="reward term 'dense' scores prefixes, and gave a number per token"):
+        trainer_of(tmp_path, Term("dense", 1.0, dense, prefix=True)).train()
