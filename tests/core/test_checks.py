@@ -59,6 +59,8 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     "overlong_penalty": {"lengths": ROWS[0]},
     "reverse_scan": {"deltas": ROWS, "decays": ROWS},
     "extents": ALONE,
+    "prefix_moments": {"scores": ROWS, "returns": ROWS, "mask": MASK},
+    "fit_prefixes": {"moments": torch.ones(5, 3, dtype=torch.float64)},
     "estimate_by_turn": {name: x for name, x in CREDIT.items() if name != "mask"},
 }
 """Tensor arguments of each public function."""
@@ -73,6 +75,8 @@ OTHERS: dict[str, Any] = {
     "limit": 8,
     "tokens": 4,
     "penalty": 1.0,
+    "width": 4.0,
+    "prior": 3.0,
     "options": {"gamma": 1.0, "lam": 0.95},
     "missing_eos_penalty": 1.0,
     "entropy_coef": 0.1,

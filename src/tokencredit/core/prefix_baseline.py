@@ -12,6 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 
+from tokencredit.core.argument_checks import (
+    require_flags,
+    require_positive,
+    require_rows,
+    require_shape,
+    require_tensors,
+)
+
 FAR = 1e-6
 """Weight of positions beyond the reach of the kernel, so that those without completions get the overall fit."""
 
@@ -26,7 +34,14 @@ def prefix_moments(scores: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
     Returns:
         [5, time], float64: the number of states at each position, and Σ S, Σ G, Σ S², Σ S · G over them.
+
+    Raises:
+        ValueError: shapes differ, or the mask is not bool.
     """
+    require_tensors(scores=scores, returns=returns, mask=mask)
+    require_rows("scores", scores)
+    require_shape("returns", returns, scores.shape)
+    require_flags("mask", mask, scores.shape)
     s, g = (torch.where(mask, x.double(), 0.0) for x in (scores, returns))
     return torch.stack([x.sum(0) for x in (mask.double(), s, g, s * s, s * g)])
 
@@ -49,7 +64,13 @@ def fit_prefixes(moments: Tensor, width: float, prior: float) -> tuple[Tensor, T
 
     Returns:
         α and β, […, time] each.
+
+    Raises:
+        ValueError: width or prior is not above 0.
     """
+    require_tensors(moments=moments)
+    require_positive("width", width)
+    require_positive("prior", prior)
     n, s, g, ss, sg = moments.unbind(-2)
     # Sums about the means of each position: a trend over the positions is α's, not β's.
     each = torch.where(n > 0, n, 1.0)

@@ -27,8 +27,8 @@ class PrefixFit:
 
     def __init__(self) -> None:
         """Start without data."""
-        self.moments = torch.zeros(5, 0, dtype=torch.float64)
-        self.errors = torch.zeros(len(CANDIDATES), dtype=torch.float64)
+        self.moments = torch.zeros(5, 0, dtype=torch.float64, device="cpu")
+        self.errors = torch.zeros(len(CANDIDATES), dtype=torch.float64, device="cpu")
 
     def values(self, scores: Tensor, returns: Tensor, mask: Tensor, first: int, reduce: Reduce) -> Tensor:
         """Values `[batch, time]` of a batch, which is then part of the fit.
