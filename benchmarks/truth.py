@@ -37,6 +37,7 @@ RECIPE = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "true-credit" /
 WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
+    "prefixes": {"critic.prefix_every": 1, "advantage.lam": "auto"},
     "true-credit": {"": RECIPE},
     "group_relative": {"advantage.estimator": "group_relative", **WITHOUT_CRITIC},
     "leave_one_out": {"advantage.estimator": "leave_one_out", **WITHOUT_CRITIC},
