@@ -42,6 +42,29 @@ def test_a_prefix_scores_what_its_text_does_alone(tmp_path):
 
 
 @pytest.mark.slow
+def test_equal_prefixes_are_scored_once_unless_their_columns_differ(tmp_path):
+    calls = []
+
+    def wanted(completions, answer, **columns):
+        calls.append(len(completions))
+        return [float(answer) for answer in answer]
+
+    rows = [{"prompt": "This movie", "answer": str(number)} for number in (0, 0, 1, 1)]
+    args = text_config(tmp_path, critic=EVERY)
+    trainer = PPOTrainer(args=args, reward_funcs=Term("wanted", 1.0, wanted, prefix=True), train_dataset=rows)
+    batch = trainer.collect()
+    assert batch.prefixes[:, 0].tolist() == [float(answer) for answer in batch.prompts.columns["answer"]]
+    prefixes = {
+        (answer, *ids[:start])
+        for answer, ids in zip(
+            batch.prompts.columns["answer"], batch.rollout.columns(None)["completion_ids"], strict=True
+        )
+        for start in range(len(ids))
+    }
+    assert calls == [8, len(prefixes)]
+
+
+@pytest.mark.slow
 def test_the_classifier_of_a_configuration_gives_values_and_lambda(tmp_path):
     trainer = PPOTrainer(
         args=text_config(

@@ -23,13 +23,17 @@ def prefix_scores(terms: Sequence[Term], batch: Batch, tokenizer: PreTrainedToke
     rollout, lengths = batch.rollout, batch.rollout.response_lengths().tolist()
     prompts = [tuple(ids[mask].tolist()) for ids, mask in zip(batch.prompts.ids, batch.prompts.mask, strict=True)]
     responses = [ids[:length].tolist() for ids, length in zip(rollout.response_ids.cpu(), lengths, strict=True)]
-    # The row and the length of each distinct prefix, and its number.
-    first: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    # Rows of one prompt with the same columns, which a function may read.
+    contents = list(zip(batch.prompts.prompts, *batch.prompts.columns.values(), strict=True))
+    # The row and the length of each distinct prefix; one is known by the number of the one before it, and what follows.
+    known: dict[tuple[object, ...], int] = {}
     distinct: list[tuple[int, int]] = []
     numbers = torch.zeros(rollout.mask.shape, dtype=torch.long)
     for row, (prompt, ids) in enumerate(zip(prompts, responses, strict=True)):
+        number = -1
         for start in range(0, len(ids), every):
-            number = first.setdefault((prompt, tuple(ids[:start])), len(distinct))
+            following = ids[start - every : start] if start else (repr(contents[row]), *prompt)
+            number = known.setdefault((number, *following), len(distinct))
             if number == len(distinct):
                 distinct.append((row, start))
             numbers[row, start : start + every] = number
