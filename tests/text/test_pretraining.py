@@ -159,7 +159,7 @@ def test_another_run_goes_on_with_the_pretrained_critic(run, tmp_path):
     other = PPOTrainer(args=small(tmp_path / "other", pretrain=0, critic=critic))
     assert not changed_weights(other.policy.critic, copy_weights(trainer.policy.critic))
     scored = other.collect()
-    returns = other.credit.monte_carlo(scored).returns
+    returns = other.credit.monte_carlo(scored)[1].returns
     assert explained_variance(scored.rollout.values, returns, scored.rollout.mask) > 0.2
 
 
@@ -168,7 +168,7 @@ def test_it_learns_sampled_returns_whatever_the_estimator(tmp_path):
     args = small(tmp_path / "run", advantage=AdvantageConfig(estimator="td", gamma=0.5))
     trainer = PPOTrainer(args=args, reward_funcs=lambda completions, **columns: [1.0] * len(completions))
     scored = trainer.collect()
-    experience = trainer.credit.monte_carlo(scored)
+    _, experience = trainer.credit.monte_carlo(scored)
     mask = scored.rollout.mask
     after = mask.sum(1, keepdim=True) - 1 - torch.arange(mask.shape[1])
     torch.testing.assert_close(experience.returns[mask], (0.5**after)[mask])
@@ -181,7 +181,7 @@ def test_completions_that_are_left_out_of_the_loss_are_left_out_here(tmp_path):
     scored = trainer.collect()
     cut = scored.rollout.truncated
     assert cut.any()
-    assert not trainer.credit.monte_carlo(scored).mask[cut].any()
+    assert not trainer.credit.monte_carlo(scored)[1].mask[cut].any()
 
 
 def scores_with(batch, spoil):

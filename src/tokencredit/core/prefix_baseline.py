@@ -8,9 +8,10 @@ Russell 1999) and RED (Li et al. 2024, arXiv 2411.08302), whose scores are not c
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d
 
 from tokencredit.core.argument_checks import (
     require_flags,
@@ -19,9 +20,13 @@ from tokencredit.core.argument_checks import (
     require_shape,
     require_tensors,
 )
+from tokencredit.core.episodes import reverse_scan
 
 FAR = 1e-6
 """Weight of positions beyond the reach of the kernel, so that those without completions get the overall fit."""
+
+ROUNDING = 1e-10
+"""Share of Σ S² up to which a variance is rounding."""
 
 
 def prefix_moments(scores: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -58,7 +63,7 @@ def fit_prefixes(moments: Tensor, width: float, prior: float) -> tuple[Tensor, T
     so that few completions at a position count less than their neighbours, and many count alone.
 
     Args:
-        moments: […, 5, time], of `prefix_moments`, with at least one state.
+        moments: […, 5, time], of `prefix_moments`.
         width: reach of the neighbours, in tokens, above 0.
         prior: number of states that the neighbours' fit counts as, above 0.
 
@@ -72,18 +77,24 @@ def fit_prefixes(moments: Tensor, width: float, prior: float) -> tuple[Tensor, T
     require_positive("width", width)
     require_positive("prior", prior)
     n, s, g, ss, sg = moments.unbind(-2)
-    # Sums about the means of each position: a trend over the positions is α's, not β's.
+    # Sums about the means of each position: a trend over the positions is α's, not β's. Rounding is no variance.
     each = torch.where(n > 0, n, 1.0)
-    squares, products = (ss - s * s / each).clamp(min=0.0), sg - s * g / each
-    time = n.shape[-1]
-    distance = torch.arange(1 - time, time, dtype=n.dtype, device=n.device).abs()
-    kernel = (torch.exp(-distance / width) + FAR).view(1, 1, -1)
-    sums = torch.stack([n, s, g, squares, products], dim=-2)
-    pooled = conv1d(sums.reshape(-1, 1, time), kernel, padding=time - 1).view(sums.shape)
-    near_n, near_s, near_g, near_squares, near_products = pooled.unbind(-2)
-    # Scores that never vary have no slope.
-    usual = (squares.sum(-1) / n.sum(-1)).unsqueeze(-1)
+    squares, products = ss - s * s / each, sg - s * g / each
+    varies = squares > ROUNDING * ss
+    squares, products = (torch.where(varies, x, 0.0) for x in (squares, products))
+    near_n, near_s, near_g, near_squares, near_products = _pooled(
+        torch.stack([n, s, g, squares, products], dim=-2), width
+    ).unbind(-2)
+    # Scores that never vary have no slope, and without any states the values are 0.
+    usual = (squares.sum(-1) / n.sum(-1).clamp(min=1.0)).unsqueeze(-1)
     strength = torch.where(usual > 0, prior * usual, 1.0)
     beta = (products + strength * near_products / (near_squares + strength)) / (squares + strength)
-    near = (near_g - beta * near_s) / near_n
+    near = torch.where(near_n > 0, near_g - beta * near_s, 0.0) / torch.where(near_n > 0, near_n, 1.0)
     return (g - beta * s + prior * near) / (n + prior), beta
+
+
+def _pooled(sums: Tensor, width: float) -> Tensor:
+    """Σᵤ (exp(−|t − u| / width) + FAR) xᵤ over the last axis, by a scan in each direction."""
+    decay = torch.full(sums.shape[-1:], math.exp(-1 / width), dtype=sums.dtype, device=sums.device)
+    after, before = reverse_scan(sums, decay), reverse_scan(sums.flip(-1), decay).flip(-1)
+    return after + before - sums + FAR * sums.sum(-1, keepdim=True)

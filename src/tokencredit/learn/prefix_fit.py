@@ -23,12 +23,16 @@ class PrefixFit:
     """Values V(sₜ) = αₜ + βₜ · S(prefixₜ), fitted to the returns of the last batches.
 
     A completion's values come from other completions alone, so they are a baseline: the policy gradient stays unbiased.
+
+    Attributes:
+        weight: weight of a new batch's completions; below 1 in an audit, whose batch is larger than the run's.
     """
 
-    def __init__(self) -> None:
-        """Start without data."""
-        self.moments = torch.zeros(5, 0, dtype=torch.float64, device="cpu")
+    def __init__(self, time: int) -> None:
+        """Start without data, for completions of at most `time` tokens; processes must have the same."""
+        self.moments = torch.zeros(5, time, dtype=torch.float64, device="cpu")
         self.errors = torch.zeros(len(CANDIDATES), dtype=torch.float64, device="cpu")
+        self.weight = 1.0
 
     def values(self, scores: Tensor, returns: Tensor, mask: Tensor, first: int, reduce: Reduce) -> Tensor:
         """Values `[batch, time]` of a batch, which is then part of the fit.
@@ -43,12 +47,11 @@ class PrefixFit:
         device, time = scores.device, scores.shape[1]
         scores, returns = scores.double().cpu(), returns.double().cpu()
         mask = mask.cpu()
-        fold = (first + torch.arange(len(mask))) % FOLDS
+        fold = (first + torch.arange(len(mask), device="cpu")) % FOLDS
         parts = [fold == k for k in range(FOLDS)]
         own = torch.stack([prefix_moments(scores[part], returns[part], mask[part]) for part in parts])
-        longest = max(time, self.moments.shape[1])
-        own = self._sum(widened(own, longest), device, reduce)
-        total = FORGET * widened(self.moments, longest) + own.sum(0)
+        own = self.weight * self._sum(resized(own, self.moments.shape[1]), device, reduce)
+        total = FORGET * self.moments + own.sum(0)
         # Values of each fold by each candidate, and their squared errors.
         fits = torch.stack([torch.stack(fit_prefixes(total - own, *candidate)) for candidate in CANDIDATES])
         alpha, beta = fits[..., :time].unbind(1)  # [candidate, fold, time] each
@@ -68,10 +71,12 @@ class PrefixFit:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        self.moments = torch.tensor(state["moments"], dtype=torch.float64).view(5, -1)
-        self.errors = torch.tensor(state["errors"], dtype=torch.float64)
+        moments, errors = (
+            torch.tensor(state[name], dtype=torch.float64, device="cpu") for name in ("moments", "errors")
+        )
+        self.moments, self.errors = resized(moments, self.moments.shape[1]), errors
 
 
-def widened(moments: Tensor, time: int) -> Tensor:
-    """Moments `[…, time]` with room for more positions."""
+def resized(moments: Tensor, time: int) -> Tensor:
+    """Moments `[…, time]` of more positions, or fewer."""
     return torch.nn.functional.pad(moments, (0, time - moments.shape[-1]))

@@ -54,7 +54,7 @@ class Credit:
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
         self.explained = RunningMoments(EXPLAINED_DECAY)
-        self.prefixes = PrefixFit()
+        self.prefixes = PrefixFit(args.rollout.max_new_tokens)
 
     def give(self, scored: Batch) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
@@ -98,15 +98,15 @@ class Credit:
         experience = self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
         return batch, replace(experience, weights=batch.weights)
 
-    def monte_carlo(self, scored: Batch) -> Experience:
-        """The experience for training the critic alone, with sampled returns whatever the estimator."""
+    def monte_carlo(self, scored: Batch) -> tuple[Batch, Experience]:
+        """The batch with its values and sampled returns, whatever the estimator, and the critic's experience of it."""
         self._check(scored)
         estimator = replace(self.args.advantage, estimator="monte_carlo")
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
         scored = self._with_fit(scored, score_rewards + kl_rewards)
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, estimator)
         rollout = replace(scored.rollout, mask=self._in_loss(scored.rollout))
-        return self._experience(scored, rollout, advantages, returns)
+        return replace(scored, returns=returns), self._experience(scored, rollout, advantages, returns)
 
     def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
         """Add the values fitted to the scores of prefixes to those of the critic; this batch joins the fit."""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from tokencredit.text.turns.episode_record import columns, refuse_failed
 from tokencredit.text.turns.play import EpisodePlayer
 from tokencredit.text.user_code.user_objects import described
 
+T = TypeVar("T")
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
 MEMORY_ADVICE = {
@@ -184,8 +185,10 @@ class Pipeline:
         scored = self.score(batch, settings, bootstrap=bootstrap, stage=stage)
         if not (values and self.prefix_every):
             return scored
-        with stage("prefixes"), self.processes.agreed(RewardError, ConfigError):
-            prefixes = prefix_scores(self.terms, scored, self.tokenizer, self.prefix_every)
+        with stage("prefixes"):
+            prefixes = self._agreed(
+                scored, lambda: prefix_scores(self.terms, scored, self.tokenizer, self.prefix_every), "of a prefix "
+            )
         return replace(scored, prefixes=prefixes)
 
     def score(
@@ -258,15 +261,21 @@ class Pipeline:
     def _scores(self, batch: Batch, reference: ReferenceOutputs) -> Scores:
         """The reward terms' scores of this process's completions."""
         known, lengths = self._columns(batch, reference.logprobs), batch.rollout.mask.sum(1).tolist()
-        scores, reason = None, "a reward term is not finite in another process"
-        with self.processes.agreed(RewardError, ConfigError):  # all stop, and save, together
+
+        def scores() -> Scores:
+            questions, answers = batch.prompts.questions(), batch.answers()
+            return score(self.terms, questions, answers, known, lengths, finite=self.finite, started=batch.pending)
+
+        return self._agreed(batch, scores)
+
+    def _agreed(self, batch: Batch, compute: Callable[[], T], what: str = "") -> T:
+        """What the reward terms give; if a process fails, all stop, and save, together."""
+        scores, reason = None, f"a reward term {what}is not finite in another process"
+        with self.processes.agreed(RewardError, ConfigError):
             try:
-                questions, answers = batch.prompts.questions(), batch.answers()
-                scores = score(
-                    self.terms, questions, answers, known, lengths, finite=self.finite, started=batch.pending
-                )
+                scores = compute()
             except NonFiniteScore as error:
-                reason = str(error)
+                reason = f"{error} ({what.strip()})" if what else str(error)
         if not self.processes.all(scores is not None) or scores is None:
             raise UnusableBatch(reason, batch.rollout, batch.texts())
         return scores

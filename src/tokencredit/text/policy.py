@@ -144,6 +144,8 @@ class Policy:
         """The critic's value of the state before each token that `logprobs` scores."""
         if self.model.critic is None:
             raise ConfigError("critic.kind of this run is none, so there are no values")
+        if self.config.critic.prefix_every:
+            raise ConfigError("values of this run are fitted to scores of prefixes; its critic has only what is left")
         rollout = self._read(text, prompt)
         with self.pipeline.precision.no_grad():
             values: list[float] = rollout_values(self.model, rollout, None)[0].float().tolist()

@@ -217,12 +217,32 @@ def next_steps(args: PPOConfig, given: list[str], *, audits: bool) -> dict[str, 
     return steps
 
 
-def check_columns(terms: list[Term], models: Models, prompts: Prompts | Tasks, held_out: Prompts | Tasks) -> None:
-    """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
+def check_terms(args: PPOConfig, terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:
+    """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has, or for scores
+    of prefixes that no term gives or that nothing reads."""
     own = [name for name in OWN_COLUMNS if name != "ref_logprobs" or models.reference is not None]
-    for rows, source in ((prompts, calls.TRAINING), (held_out, "eval.dataset (eval_dataset in Python)")):
+    for rows in prompts:
         turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(rows, Tasks)
-        calls.check_columns(terms, [*own, *turns, *rows.other_columns], source)
+        calls.check_columns(terms, [*own, *turns, *rows.other_columns])
+    every, scoring = args.critic.prefix_every, [term for term in terms if term.prefix]
+    if every and isinstance(prompts[0], Tasks):
+        raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
+    if every and not scoring:
+        raise ConfigError(
+            f"critic.prefix_every is {every}, and no reward term scores prefixes; set prefix: true for a function of "
+            "the text that is cheap and has no effects, or leave it out"
+        )
+    for number, settings in enumerate(args.reward):
+        if isinstance(settings, FunctionTerm) and settings.prefix and not every:
+            raise ConfigError(f"reward[{number}].prefix is true, which has no effect without critic.prefix_every")
+    known = ["prompts", "completions", "completion_ids", *prompts[0].other_columns]
+    for term in scoring if every else ():
+        try:
+            calls.check_columns([term], known)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the reward {term.name!r} has prefix: true, and needs more than a prefix has, {', '.join(known)}"
+            ) from error
 
 
 def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterator[str]:
@@ -282,7 +302,6 @@ def build_pipeline(
     report: Callable[[str], None] | None = None,
 ) -> Pipeline:
     """Build a run's pipeline; `report` is called with a line for each event of the engine, None prints them."""
-    check_prefixes(args, terms, environments)
     engine = build_engine(args, models, processes, report or print)
     return Pipeline(
         models.policy,
@@ -297,21 +316,6 @@ def build_pipeline(
         None if environments is None else build_player(args, engine, environments),
         args.critic.prefix_every,
     )
-
-
-def check_prefixes(args: PPOConfig, terms: list[Term], environments: Environments | None) -> None:
-    """Raise `ConfigError` for scores of prefixes that no term gives, or that nothing reads."""
-    every, scoring = args.critic.prefix_every, any(term.prefix for term in terms)
-    if every and environments is not None:
-        raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
-    if every and not scoring:
-        raise ConfigError(
-            f"critic.prefix_every is {every}, and no reward term scores prefixes; set prefix: true for a function of "
-            "the text that is cheap and has no effects, or leave it out"
-        )
-    for number, term in enumerate(args.reward):
-        if isinstance(term, FunctionTerm) and term.prefix and not every:
-            raise ConfigError(f"reward[{number}].prefix is true, which has no effect without critic.prefix_every")
 
 
 def check_evaluation_lengths(args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:

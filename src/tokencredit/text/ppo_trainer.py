@@ -127,7 +127,7 @@ class PPOTrainer:
             self.record.sources = setup.source_digests(args, given, *prepared)
             named = model is None or isinstance(model, str)
             models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named, sharding)
-            setup.check_columns(terms, models, self.prompts, self.eval_prompts)
+            setup.check_terms(args, terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
         self._assemble(models, terms, environments, callbacks)
 

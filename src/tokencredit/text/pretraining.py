@@ -89,11 +89,12 @@ class Pretraining:
             self.record.bad_step(0, str(bad), bad.rollout.inputs(), texts=bad.texts)
             row |= {"tokens": float(processes.sum(bad.rollout.mask.sum())), "critic_steps": 0, "bad_steps": 1}
         else:
-            rollout, experience = scored.rollout, self.credit.monte_carlo(scored)
+            scored, experience = self.credit.monte_carlo(scored)
+            rollout = scored.rollout
             assert rollout.values is not None
             valued = self.credit.valued(rollout)
-            row |= critic_metrics(rollout.values, experience.returns, valued, processes.sum)
-            learned = experience.returns.masked_fill(~valued, 0.0)
+            row |= critic_metrics(rollout.values, scored.returns, valued, processes.sum)
+            learned = scored.returns.masked_fill(~valued, 0.0)
             sums = [x.sum().float() for x in (rollout.mask, valued, learned, scored.total_scores())]
             tokens, values, returns, reward = processes.sum(torch.stack(sums)).tolist()
             row |= {"return_mean": returns / values, "reward": reward / settings.batch_size, "tokens": tokens}

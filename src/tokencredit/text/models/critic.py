@@ -38,8 +38,9 @@ from tokencredit.text.models.sharded_loading import Sharding
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
 """Names of a saved critic beside the policy's files; further ones have a number in the name, from 2."""
-LAYERS = "layers"
-"""Metadata key of a value head's file: the layer of the policy's trunk that it reads, if not the last."""
+LAYERS, FITTED = "layers", "fitted"
+"""Metadata keys of a value head's file: the layer of the policy's trunk that it reads, if not the last; and that its
+outputs are what a fit to scores of prefixes leaves of the values."""
 
 
 class Critic(nn.Module):
@@ -52,6 +53,7 @@ class Critic(nn.Module):
         *,
         detach: bool = False,
         tap: int | None = None,
+        fitted: bool = False,
     ):
         """Combine a head and a trunk.
 
@@ -60,8 +62,10 @@ class Critic(nn.Module):
             trunk: a model without its output projection; None shares the policy's.
             detach: keep the gradient of the value loss out of the trunk, which freezes a trunk of its own.
             tap: number of the layer of a shared trunk that is read; None for the last states, after the final norm.
+            fitted: its outputs are what a fit to scores of prefixes leaves of the values.
         """
         super().__init__()
+        self.about = ({} if tap is None else {LAYERS: str(tap)}) | ({FITTED: "true"} if fitted else {})
         self.trunk, self.head, self.detach, self.tap = trunk, head, detach, tap
         if trunk is not None and detach:
             trunk.requires_grad_(False)
@@ -117,7 +121,7 @@ class Critic(nn.Module):
     def save_head(self, folder: Path, number: int) -> None:
         """Write the head into a policy's folder."""
         weights = {key: value.contiguous() for key, value in self.head.state_dict().items()}
-        save_file(weights, folder / file_names(number)[0], None if self.tap is None else {LAYERS: str(self.tap)})
+        save_file(weights, folder / file_names(number)[0], self.about or None)
 
 
 class Ensemble(nn.Module):
@@ -242,7 +246,8 @@ def build_critic(
     members = []
     for number in range(args.members):
         head = build_value_head(args.head, size, init, args.gain, args.hidden_gain, bins)
-        members.append(Critic(head, trunks[number] if trunks else None, detach=args.detach, tap=tap))
+        trunk, fitted = trunks[number] if trunks else None, args.prefix_every > 0
+        members.append(Critic(head, trunk, detach=args.detach, tap=tap, fitted=fitted))
     critic = members[0] if len(members) == 1 else Ensemble(members)
     saved = saved_start(args, model)
     if not saved or args.init != "saved":
@@ -252,17 +257,16 @@ def build_critic(
     newly_cut = bool(trunks) and saved[0].trunk is None and args.layers is not None
     shapes = [{key: x.shape for key, x in weights.items()} for weights, _ in heads]
     own = {key: x.shape for key, x in members[0].head.state_dict().items()}
-    cut_at = None if tap is None else str(tap)
-    if kind_changed or newly_cut or heads[0][1] != cut_at or any(shape != own for shape in shapes):
-        parts = "critic.kind, critic.layers, critic.head and critic.loss"
+    if kind_changed or newly_cut or heads[0][1] != members[0].about or any(shape != own for shape in shapes):
+        parts = "critic.kind, critic.layers, critic.head, critic.loss and critic.prefix_every"
         return critic, [f"the critic saved in {saved[0].name} does not match {parts}: starting a new one"]
     for member, (weights, _) in zip(members, heads, strict=True):
         member.head.load_state_dict(weights)
     return critic, [f"the critic continues from the one saved in {saved[0].name}"]
 
 
-def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], str | None]:
-    """Weights of a saved critic's head, and the metadata `LAYERS`.
+def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights of a saved critic's head, and its `about`.
 
     Raises:
         ConfigError: it cannot be read.
@@ -270,7 +274,8 @@ def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], str | None]:
     try:
         with safe_open(saved.head, framework="pt") as file:
             weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            return weights, (file.metadata() or {}).get(LAYERS)
+            about = file.metadata() or {}
+            return weights, {name: about[name] for name in (LAYERS, FITTED) if name in about}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{saved.head}: {error}; set critic.init: zeros to start a new critic") from error
 
