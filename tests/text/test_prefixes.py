@@ -8,6 +8,7 @@ import torch
 from helpers.configs import text_config
 from helpers.files import read_metrics
 from helpers.rewards import vowels
+from tokencredit import load
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import EnvironmentConfig, FunctionTerm
 from tokencredit.settings.model import CriticConfig
@@ -83,6 +84,11 @@ def test_the_classifier_of_a_configuration_gives_values_and_lambda(tmp_path):
         assert 0 <= row["lam"] < 0.95
         assert row["explained_variance"] > 0.3  # of returns that this batch has not yet been fitted to
         assert math.isfinite(row["seconds/prefixes"])
+    # The policy writes without the reward; its critic alone has no values to show.
+    policy = load(tmp_path / "run")
+    assert isinstance(policy.generate("This movie"), str)
+    with pytest.raises(ConfigError, match="values of this run are fitted to scores of prefixes"):
+        policy.values("This movie was")
 
 
 def test_scores_of_prefixes_that_nobody_gives_or_reads_are_refused(tmp_path):

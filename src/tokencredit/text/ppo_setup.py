@@ -217,15 +217,17 @@ def next_steps(args: PPOConfig, given: list[str], *, audits: bool) -> dict[str, 
     return steps
 
 
-def check_terms(args: PPOConfig, terms: list[Term], models: Models, *prompts: Prompts | Tasks) -> None:
+def check_terms(
+    args: PPOConfig, terms: list[Term], models: Models, prompts: Prompts | Tasks, held_out: Prompts | Tasks
+) -> None:
     """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has, or for scores
     of prefixes that no term gives or that nothing reads."""
     own = [name for name in OWN_COLUMNS if name != "ref_logprobs" or models.reference is not None]
-    for rows in prompts:
+    for rows, source in ((prompts, calls.TRAINING), (held_out, "eval.dataset (eval_dataset in Python)")):
         turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(rows, Tasks)
-        calls.check_columns(terms, [*own, *turns, *rows.other_columns])
+        calls.check_columns(terms, [*own, *turns, *rows.other_columns], source)
     every, scoring = args.critic.prefix_every, [term for term in terms if term.prefix]
-    if every and isinstance(prompts[0], Tasks):
+    if every and isinstance(prompts, Tasks):
         raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
     if every and not scoring:
         raise ConfigError(
@@ -235,10 +237,10 @@ def check_terms(args: PPOConfig, terms: list[Term], models: Models, *prompts: Pr
     for number, settings in enumerate(args.reward):
         if isinstance(settings, FunctionTerm) and settings.prefix and not every:
             raise ConfigError(f"reward[{number}].prefix is true, which has no effect without critic.prefix_every")
-    known = ["prompts", "completions", "completion_ids", *prompts[0].other_columns]
+    known = ["prompts", "completions", "completion_ids", *prompts.other_columns]
     for term in scoring if every else ():
         try:
-            calls.check_columns([term], known)
+            calls.check_columns([term], known, calls.TRAINING)
         except ConfigError as error:
             raise ConfigError(
                 f"the reward {term.name!r} has prefix: true, and needs more than a prefix has, {', '.join(known)}"
