@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import DistilBertConfig, DistilBertForSequenceClassification, DistilBertTokenizer
+from transformers import DistilBertForSequenceClassification, DistilBertTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from demo.training import (
-    HEAD_WIDTH,
     POSITIONS,
     Size,
     batches_of_like_length,
+    distilbert,
     fit,
     fit_language_model,
     gpt2,
@@ -70,19 +70,7 @@ def train_classifier(
     rows: list[tuple[str, str]], labels: list[str], tokenizer: DistilBertTokenizer, seed: int
 ) -> DistilBertForSequenceClassification:
     """Train a DistilBERT to tell the labels of whole sentences apart."""
-    torch.manual_seed(seed)
-    config = DistilBertConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=POSITIONS,
-        dim=CLASSIFIER.width,
-        hidden_dim=4 * CLASSIFIER.width,
-        n_layers=CLASSIFIER.layers,
-        n_heads=CLASSIFIER.width // HEAD_WIDTH,
-        pad_token_id=tokenizer.pad_token_id,
-        id2label=dict(enumerate(labels)),
-        label2id={label: number for number, label in enumerate(labels)},
-    )
-    model, rng = DistilBertForSequenceClassification(config), random.Random(seed)
+    model, rng = distilbert(tokenizer, labels, CLASSIFIER, seed), random.Random(seed)
     ids = tokenizer([text for text, _ in rows], truncation=True).input_ids
     numbered = [(row, labels.index(label)) for row, (_, label) in zip(ids, rows, strict=True)]
 

@@ -121,10 +121,10 @@ def sentiment_tokenizer(texts: Sequence[str]) -> DistilBertTokenizer:
     return DistilBertTokenizer(vocab=vocabulary, model_max_length=POSITIONS)
 
 
-def train_sentiment(
-    drawn: Sequence[Review], tokenizer: DistilBertTokenizer, size: Size, seed: int
+def distilbert(
+    tokenizer: DistilBertTokenizer, labels: Sequence[str], size: Size, seed: int
 ) -> DistilBertForSequenceClassification:
-    """Train a DistilBERT to classify reviews as positive or negative."""
+    """A DistilBERT classifier with random weights."""
     torch.manual_seed(seed)
     config = DistilBertConfig(
         vocab_size=len(tokenizer),
@@ -137,10 +137,17 @@ def train_sentiment(
         dropout=0.0,
         attention_dropout=0.0,
         seq_classif_dropout=0.0,
-        id2label={0: "NEGATIVE", 1: "POSITIVE"},
-        label2id={"NEGATIVE": 0, "POSITIVE": 1},
+        id2label=dict(enumerate(labels)),
+        label2id={label: number for number, label in enumerate(labels)},
     )
-    model = DistilBertForSequenceClassification(config)
+    return DistilBertForSequenceClassification(config)
+
+
+def train_sentiment(
+    drawn: Sequence[Review], tokenizer: DistilBertTokenizer, size: Size, seed: int
+) -> DistilBertForSequenceClassification:
+    """Train a DistilBERT to classify reviews as positive or negative."""
+    model = distilbert(tokenizer, ["NEGATIVE", "POSITIVE"], size, seed)
     rng = random.Random(seed)
     # Each epoch truncates and corrupts the reviews anew.
     texts, positive = zip(*(text for _ in range(size.readings) for text in graded_texts(drawn, rng)), strict=True)

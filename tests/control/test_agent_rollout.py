@@ -17,7 +17,7 @@ from helpers.files import read_metrics
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Collector
 from tokencredit.control.control_trainer import ControlTrainer
-from tokencredit.control.environment_wrappers import fitted
+from tokencredit.control.environment_wrappers import to_space
 from tokencredit.control.vector_environments import make_envs
 from tokencredit.core.advantages import gae
 from tokencredit.errors import ConfigError, RunStopped
@@ -236,7 +236,7 @@ def test_spaces_without_a_form_of_numbers_are_refused_inside_others_too(monkeypa
 )
 def test_an_observation_that_does_not_fit_its_space_is_refused(space, observation, words):
     with pytest.raises((ValueError, TypeError), match=words):
-        fitted(space, observation)
+        to_space(space, observation)
 
 
 @pytest.mark.parametrize("bad", ["exits", "moves", "close"])

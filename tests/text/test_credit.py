@@ -280,7 +280,7 @@ def with_prefixes(tokenizer, scores, prefixes, values):
 def test_values_are_the_fit_and_what_the_critic_adds(tokenizer):
     """Each row's values come from the others: rows 0 and 2 are alike, and so are 1 and 3."""
     scores, prefixes, values = [1.0, 0.0] * 8, [[0.5, 1.0], [0.5, 0.0]] * 8, [[0.25, 0.0]] * 16
-    credit = credit_of(advantage=AdvantageConfig(whiten="none"), **UNSCALED)
+    credit = credit_of(advantage=AdvantageConfig(whiten="none"), critic=PREFIXES, **UNSCALED)
     batch, experience = credit.give(with_prefixes(tokenizer, scores, prefixes, values))
     assert batch.fitted[:, 1].tolist() == pytest.approx([1.0, 0.0] * 8, abs=0.15)
     assert batch.fitted[:, 0].tolist() == pytest.approx([0.5] * 16, abs=0.1)
@@ -319,7 +319,7 @@ def test_lambda_follows_what_prefixes_explain_within_completions(tokenizer):
 
 
 def test_lambda_stays_what_it_is_unless_it_is_auto(tokenizer):
-    credit = credit_of(advantage=AdvantageConfig(lam=0.9), **UNSCALED)
+    credit = credit_of(advantage=AdvantageConfig(lam=0.9), critic=PREFIXES, **UNSCALED)
     credit.give(with_prefixes(tokenizer, [1.0, 0.0], [[0.5, 1.0], [0.5, 0.0]], [[1.0, 1.0], [0.0, 0.0]]))
     assert credit.lam == 0.9
     assert "lam" not in credit.metrics()

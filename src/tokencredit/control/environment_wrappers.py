@@ -40,15 +40,15 @@ def environment_errors() -> Iterator[None]:
         raise RunStopped("a process that ran an environment has ended; was it killed?") from error
 
 
-def fitted(space: spaces.Space[Any], observation: Any) -> Any:
+def to_space(space: spaces.Space[Any], observation: Any) -> Any:
     """An observation with the types of its space; raises `ValueError` for one that does not fit.
 
     Gymnasium itself warns, and then broadcasts it, takes another category, or fails without naming the environment.
     """
     if isinstance(space, spaces.Dict):
-        return {name: fitted(part, observation[name]) for name, part in space.items()}
+        return {name: to_space(part, observation[name]) for name, part in space.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(fitted(part, value) for part, value in zip(space, observation, strict=True))
+        return tuple(to_space(part, value) for part, value in zip(space, observation, strict=True))
     array = np.asarray(observation)
     if array.shape != space.shape:
         raise ValueError(f"an observation has the shape {array.shape}; its space has {space.shape}")
@@ -114,7 +114,7 @@ class ReplayWrapper(gym.Wrapper):
         self.initial_rng, self.actions, self.ended, self.must_reset = self._rng(seed), [], False, False
         try:
             observation, _ = self.env.reset(seed=seed, options=options)
-            self.observation = fitted(self.env.observation_space, observation)
+            self.observation = to_space(self.env.observation_space, observation)
         except (Exception, SystemExit) as error:
             raise self._raised(error) from None
         return self.observation, {}
@@ -128,7 +128,7 @@ class ReplayWrapper(gym.Wrapper):
             self.actions.append(action)
         try:
             observation, reward, terminated, truncated, _ = self.env.step(action)
-            self.observation = fitted(self.env.observation_space, observation)
+            self.observation = to_space(self.env.observation_space, observation)
             reward = float(reward)
         except (Exception, SystemExit) as error:
             raise self._raised(error) from None

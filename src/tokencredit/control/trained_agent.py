@@ -13,7 +13,7 @@ from gymnasium.vector import VectorObservationWrapper
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from tokencredit.control.agent_evaluation import choose_actions, load_agent
-from tokencredit.control.environment_wrappers import fitted
+from tokencredit.control.environment_wrappers import to_space
 from tokencredit.control.vector_environments import expected_warnings, make_copies, share_statistics, wrappers
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
@@ -46,7 +46,7 @@ class TrainedAgent:
         With `greedy` it is the most likely one, else it is sampled as in training.
         """
         try:
-            batch = self._batch(fitted(self.space, observation))
+            batch = self._batch(to_space(self.space, observation))
         except (ValueError, TypeError, LookupError) as error:
             raise ConfigError(f"the observation does not fit {self.name}, which has {self.space}: {error}") from error
         for layer in self.layers:

@@ -18,10 +18,10 @@ from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.prefix_fit import PrefixFit
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
+from tokencredit.text.data.prefixes import PrefixFit
 from tokencredit.text.data.rollout import Rollout
 
 NOISE = math.sqrt(VARIANCE_GUARD)
@@ -54,7 +54,7 @@ class Credit:
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
         self.explained = RunningMoments(EXPLAINED_DECAY)
-        self.prefixes = PrefixFit(args.rollout.max_new_tokens)
+        self.prefixes = PrefixFit(args.rollout.max_new_tokens) if args.critic.prefix_every else None
 
     def give(self, scored: Batch) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
@@ -110,7 +110,7 @@ class Credit:
 
     def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
         """Add the values fitted to the scores of prefixes to those of the critic; this batch joins the fit."""
-        if scored.prefixes is None:
+        if scored.prefixes is None or self.prefixes is None:
             return scored
         rollout, options = scored.rollout, {"gamma": self.args.advantage.gamma}
         returns, _ = estimate("reward_to_go", rewards, options=options, **self._where(scored))
@@ -136,7 +136,7 @@ class Credit:
         return replace(self.args.advantage, lam=self.lam)
 
     def metrics(self) -> dict[str, float]:
-        """The current KL coefficient and, if it follows the critic, λ."""
+        """The current KL coefficient and, if it follows the fit, λ."""
         return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.args.advantage.lam == "auto" else {})
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
@@ -283,10 +283,9 @@ class Credit:
         )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The KL controller's state and the running moments."""
-        return {
-            name: getattr(self, name).state_dict() for name in ("kl", "scores", "baseline", "explained", "prefixes")
-        }
+        """The KL controller's state, the running moments and the fit to prefixes, if there is one."""
+        parts = ["kl", "scores", "baseline", "explained"] + ["prefixes"] * (self.prefixes is not None)
+        return {name: getattr(self, name).state_dict() for name in parts}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Restore the state of `state_dict`; parts without a state stay."""

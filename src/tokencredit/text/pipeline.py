@@ -25,13 +25,13 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.batch import Batch
+from tokencredit.text.data.prefixes import prefix_scores
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Engine
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.prefixes import prefix_scores
 from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term
 from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.rollout_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
@@ -185,9 +185,12 @@ class Pipeline:
         scored = self.score(batch, settings, bootstrap=bootstrap, stage=stage)
         if not (values and self.prefix_every):
             return scored
+        every = self.prefix_every
         with stage("prefixes"):
             prefixes = self._agreed(
-                scored, lambda: prefix_scores(self.terms, scored, self.tokenizer, self.prefix_every), "of a prefix "
+                scored,
+                lambda: prefix_scores(self.terms, scored.prompts, scored.rollout, self.tokenizer, every),
+                "of a prefix ",
             )
         return replace(scored, prefixes=prefixes)
 

@@ -1,15 +1,22 @@
-"""The running fit of the prefix baseline: from batches of prefix scores and returns to values."""
+"""Scores of the prefixes of completions by the reward terms, and the running fit of values to them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.masked import Reduce
 from tokencredit.core.prefix_baseline import fit_prefixes, prefix_moments
+from tokencredit.text.data.detokenizer import Detokenizer
+from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.rewards.calls import RewardError, Term
+from tokencredit.text.rewards.terms import score
 
 FOLDS = 8
 """Parts of a batch; each gets its values from the others and from earlier batches, never from its own returns."""
@@ -17,6 +24,45 @@ FORGET = 0.6
 """Factor on the weight of earlier batches, at each new one: the policy moves."""
 CANDIDATES = tuple(product((4.0, 32.0), (3.0, 30.0, 300.0)))
 """Widths and priors to choose from, by their errors on earlier batches; the first one is the first batch's."""
+
+
+def prefix_scores(
+    terms: Sequence[Term], prompts: PromptBatch, rollout: Rollout, tokenizer: PreTrainedTokenizerBase, every: int
+) -> Tensor:
+    """Score of the text before each token, `[batch, time]`: the weighted sum of the terms with `prefix`.
+
+    Every `every`-th prefix is scored, and the tokens up to the next one have its score; equal prefixes are scored once.
+    Raises as `score`.
+    """
+    lengths = rollout.response_lengths().tolist()
+    starts = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
+    responses = [ids[:length].tolist() for ids, length in zip(rollout.response_ids.cpu(), lengths, strict=True)]
+    # Rows of one prompt with the same columns, which a function may read.
+    contents = list(zip(prompts.prompts, *prompts.columns.values(), strict=True))
+    # The row and the length of each distinct prefix; one is known by the number of the one before it, and what follows.
+    known: dict[tuple[object, ...], int] = {}
+    distinct: list[tuple[int, int]] = []
+    numbers = torch.zeros(rollout.mask.shape, dtype=torch.long)
+    for row, (prompt, ids) in enumerate(zip(starts, responses, strict=True)):
+        number = -1
+        for start in range(0, len(ids), every):
+            following = ids[start - every : start] if start else (repr(contents[row]), *prompt)
+            number = known.setdefault((number, *following), len(distinct))
+            if number == len(distinct):
+                distinct.append((row, start))
+            numbers[row, start : start + every] = number
+    # Their texts, and what a function may take by name: the columns of the data set, and the token ids.
+    detokenizers = {prompt: Detokenizer(tokenizer, prompt) for prompt in dict.fromkeys(starts)}
+    ids = [responses[row][:start] for row, start in distinct]
+    texts = [detokenizers[starts[row]].text(prefix) for (row, _), prefix in zip(distinct, ids, strict=True)]
+    chosen = prompts.select([row for row, _ in distinct])
+    columns = {**chosen.columns, "completion_ids": ids}
+    scoring = [term for term in terms if term.prefix]
+    scores = score(scoring, chosen.questions(), chosen.answers(texts), columns, [start for _, start in distinct])
+    if scores.dense is not None:
+        names = " and ".join(repr(term.name) for term in scoring)
+        raise RewardError(f"reward term {names} scores prefixes, and gave a number per token; leave out prefix: true")
+    return torch.tensor(scores.totals)[numbers].to(rollout.mask.device)
 
 
 class PrefixFit:

@@ -14,8 +14,8 @@ from tokencredit.settings.data import EnvironmentConfig, FunctionTerm
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig
+from tokencredit.text.data.prefixes import prefix_scores
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.prefixes import prefix_scores
 from tokencredit.text.rewards.calls import Term
 
 EVERY = CriticConfig(prefix_every=1)
@@ -38,7 +38,7 @@ def test_a_prefix_scores_what_its_text_does_alone(tmp_path):
         expected = [2 * score for score in vowels(texts)]
         assert batch.prefixes[row, :length].tolist() == pytest.approx(expected)
     # Every third prefix, whose score the two tokens after it have too.
-    sparse = prefix_scores(trainer.pipeline.terms, batch, tokenizer, 3)
+    sparse = prefix_scores(trainer.pipeline.terms, batch.prompts, batch.rollout, tokenizer, 3)
     torch.testing.assert_close(sparse[:, 3:6], batch.prefixes[:, 3:4].expand(-1, 3))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tokencredit.core.masked import explained_variance
-from tokencredit.learn.prefix_fit import FOLDS, PrefixFit
+from tokencredit.text.data.prefixes import FOLDS, PrefixFit
 
 
 def alone(x):
