@@ -1,6 +1,7 @@
 """Agreement with a noisy truth: by hand, and in a made-up case where everything is known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ SLOPE, OFFSET, NOISE = 0.6, 0.2, 0.5
 
 def truth_of(x, errors):
     x, errors = torch.as_tensor(x).double(), torch.as_tensor(errors).double().expand(torch.as_tensor(x).shape)
-    return Truth(x, errors, x, errors)
+    return Truth(x, errors, errors.square(), x, errors, errors.square())
 
 
 def value(figures, name):
@@ -184,7 +185,7 @@ def test_rows_are_drawn_whole():
 
 def test_a_large_offset_changes_no_figure():
     _, truth, values = made_up(30, 10, seed=3)
-    far = Truth(truth.values + 1e6, truth.value_errors, truth.values, truth.advantage_errors)
+    far = replace(truth, values=truth.values + 1e6)
     near, moved = judge_critic(truth, values), judge_critic(far, values + 1e6)
     for name in set(KNOWN) - {"correlation"}:
         assert value(moved, name) == pytest.approx(value(near, name), rel=1e-4, abs=1e-4), name

@@ -1,7 +1,8 @@
 """Agreement of a critic's values and estimators' advantages with the truth, with bootstrap intervals over rows.
 
-The truth is itself measured: x̂ = x + e, with a known standard error of each e. Noise in it only weakens correlations
-and inflates errors, so that agreement with x̂ understates agreement with x. With m = mean SE², the corrected figures are
+The truth is itself measured: x̂ = x + e, with a known variance of each e. Noise in it only weakens correlations and
+inflates errors, so that agreement with x̂ understates agreement with x. With m, the mean of unbiased estimates of these
+variances, the corrected figures are
 
 - Var x = Var x̂ − m, and with it corr(a, x) = cov(a, x̂) / √(Var a · (Var x̂ − m)) (Spearman 1904, the correction for
   attenuation, applied to the truth only: noise in the estimate counts against the estimate);
@@ -78,13 +79,13 @@ def interval(samples: Tensor) -> Figure:
     return {"value": value, "low": low, "high": high}
 
 
-def row_sums(known: Tensor, truth: Tensor, errors: Tensor, estimate: Tensor) -> Sums:
+def row_sums(known: Tensor, truth: Tensor, noise: Tensor, estimate: Tensor) -> Sums:
     """Sums over the known states of each row: sufficient statistics of the figures in this module.
 
-    The arguments are `[rows, time]`: states that count, x̂, its standard errors, and the estimate a or v.
+    The arguments are `[rows, time]`: states that count, x̂, variances of its errors, and the estimate a or v.
     """
-    x, e, v = (torch.where(known, y.double(), 0.0) for y in (truth, errors, estimate))
-    parts = {"n": known.double(), "x": x, "v": v, "xx": x * x, "vv": v * v, "xv": x * v, "m": e * e}
+    x, m, v = (torch.where(known, y.double(), 0.0) for y in (truth, noise, estimate))
+    parts = {"n": known.double(), "x": x, "v": v, "xx": x * x, "vv": v * v, "xv": x * v, "m": m}
     return {name: part.sum(1) for name, part in parts.items()}
 
 
@@ -157,7 +158,7 @@ def judge_critic(truth: Truth, values: Tensor) -> dict[str, Any]:
     known = truth.values.isfinite()
     # Every figure is invariant to a common shift, and sums of squares lose fewer digits near 0.
     centre = truth.values[known].mean()
-    sums = row_sums(known, truth.values - centre, truth.value_errors, values.double() - centre)
+    sums = row_sums(known, truth.values - centre, truth.value_noise, values.double() - centre)
     resampling = Resampling(len(known))
     formulas = (explained_variance, rmse, constant_rmse, bias, slope, spread)
     figures: dict[str, Any] = {formula.__name__: resampling.figure(sums, formula) for formula in formulas}
@@ -201,7 +202,7 @@ def reliability(known: Tensor, truth: Truth, values: Tensor, resampling: Resampl
     diagram: list[dict[str, float | None]] = []
     for number in bins[known].unique().tolist():
         inside = known & (bins == number)
-        sums = row_sums(inside, truth.values, truth.value_errors, values)
+        sums = row_sums(inside, truth.values, truth.value_noise, values)
         true = resampling.figure(sums, lambda s: s["x"] / s["n"])
         count = float(sums["n"].sum())
         predicted_mean = float(sums["v"].sum()) / count
@@ -222,7 +223,7 @@ def judge_credit(truth: Truth, advantages: Mapping[str, Tensor]) -> dict[str, An
     known = truth.advantages.isfinite()
     resampling = Resampling(len(known))
     sums = {
-        label: row_sums(known, truth.advantages, truth.advantage_errors, estimate)
+        label: row_sums(known, truth.advantages, truth.advantage_noise, estimate)
         for label, estimate in advantages.items()
     }
     shown = next(iter(advantages))
@@ -292,5 +293,6 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
 
 def true_numbers(truth: Truth, row: int, length: int) -> dict[str, list[float | None]]:
     """True values and advantages of a row's steps, with standard errors; None where unknown."""
-    numbers = {f"true_{name}": x[row, :length].tolist() for name, x in vars(truth).items()}
+    kept = ("values", "value_errors", "advantages", "advantage_errors")
+    numbers = {f"true_{name}": getattr(truth, name)[row, :length].tolist() for name in kept}
     return {name: [round(x, DECIMALS) if math.isfinite(x) else None for x in xs] for name, xs in numbers.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 STREAM = 2_000_003
 """First entropy word of an audit's generators; separates them from those of training and evaluation."""
+PRIOR = 8.0
+"""Degrees of freedom that the pooled variance counts as in a state's; docs/audit.md has the coverage."""
 FIRST_ROUND = 4
 """Continuations of every state before any state gets more, if time is limited."""
 
@@ -25,9 +28,44 @@ class Truth:
     values: Tensor
     """V(sₜ), the mean return of continuations from the state before step t."""
     value_errors: Tensor
+    value_noise: Tensor
+    """Unbiased estimate of the squared error, which is subtracted where it is averaged."""
     advantages: Tensor
     """A(sₜ, aₜ) = Q(sₜ, aₜ) − V(sₜ)."""
     advantage_errors: Tensor
+    advantage_noise: Tensor
+
+
+class Means(NamedTuple):
+    """Means of samples, `[rows, time]` each; NaN for fewer than two samples."""
+
+    means: Tensor
+    errors: Tensor
+    """Standard errors, from pooled variances."""
+    noise: Tensor
+    """Unbiased estimates s² / n of the squared errors."""
+
+
+def pooled_variances(variances: Tensor, counts: Tensor, weight: float = PRIOR) -> Tensor:
+    """Variances of states, each shrunk towards the mean over all.
+
+    A state whose few samples all miss a rare reward has s² = 0, which does not make its mean exact. With dᵢ = nᵢ − 1
+    degrees of freedom of a state, and a scaled inverse-χ² prior of d₀ = `weight` about the pooled variance s₀²
+    (Smyth 2004, "Linear models and empirical Bayes methods for assessing differential expression"; d₀ is fixed):
+
+        s₀² = Σ dᵢ sᵢ² / Σ dᵢ          s̃ᵢ² = (d₀ s₀² + dᵢ sᵢ²) / (d₀ + dᵢ)
+
+    Args:
+        variances: sample variances sᵢ²; NaN where unknown, which takes no part.
+        counts: numbers of samples nᵢ.
+        weight: d₀.
+
+    Returns:
+        s̃ᵢ²; NaN everywhere if no sample differs from the others of its state, since then nothing is known of errors.
+    """
+    freedom = torch.where(variances.isfinite(), counts - 1, 0.0)
+    pooled = (freedom * variances.nan_to_num()).sum() / freedom.sum().clamp(min=1.0)
+    return (weight * torch.where(pooled > 0, pooled, torch.nan) + freedom * variances) / (weight + freedom)
 
 
 class Samples:
@@ -54,12 +92,13 @@ class Samples:
         means: Tensor = self._shift + self._sum / torch.where(self.counts > 0, self.counts, torch.nan)
         return means
 
-    def with_errors(self) -> tuple[Tensor, Tensor]:
-        """Means and their standard errors s / √n, with the sample deviation s; NaN for fewer than two samples."""
+    def with_errors(self) -> Means:
+        """Means with their standard errors s̃ / √n, of `pooled_variances`."""
         count = torch.where(self.counts >= 2, self.counts, torch.nan)
         shifted_mean = self._sum / count
         variance = ((self._squares - self._sum * shifted_mean) / (count - 1)).clamp(min=0.0)
-        return self._shift + shifted_mean, (variance / count).sqrt()
+        errors = (pooled_variances(variance, count) / count).sqrt()
+        return Means(self._shift + shifted_mean, errors, variance / count)
 
 
 class Returns:
@@ -99,13 +138,13 @@ class Returns:
         SE(A)² = SE(Q)² + SE(V)², since Q and V come from independent continuations. The Q of a row's last step is its
         return `last_rewards` `[rows]`, with a bootstrap, which is known exactly; `lengths` `[rows]` are steps.
         """
-        means, errors = self._values.with_errors()
-        actions, action_errors = self._actions.with_errors()
-        row_indices = torch.arange(len(lengths))
-        actions[row_indices, lengths - 1] = last_rewards.double().cpu()
-        action_errors[row_indices, lengths - 1] = 0.0
-        means, errors = means[:, :-1], errors[:, :-1]
-        return Truth(means, errors, actions - means, torch.hypot(action_errors, errors))
+        values = Means(*(x[:, :-1] for x in self._values.with_errors()))
+        actions = self._actions.with_errors()
+        last = torch.arange(len(lengths)), lengths - 1
+        actions.means[last] = last_rewards.double().cpu()
+        actions.errors[last] = actions.noise[last] = 0.0
+        errors = torch.hypot(actions.errors, values.errors)
+        return Truth(*values, actions.means - values.means, errors, actions.noise + values.noise)
 
 
 def generator(*numbers: int) -> torch.Generator:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tokencredit.audit.agreement import judge
 from tokencredit.audit.estimates import variants
-from tokencredit.audit.truth import STREAM, Samples, Truth, generator, rounds, spread
+from tokencredit.audit.truth import STREAM, Means, Samples, Truth, generator, rounds, spread
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import AgentRollout
 from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
@@ -53,7 +53,8 @@ class PairedReturns:
         """π(a|s) of the episodes' actions."""
         self.values: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         """Samples by episode and step."""
-        self.advantages: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        self.differences: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        """Samples of q − v."""
         self.weights: list[float] = []
         """Weights of the critic's value in the samples of `values`."""
         self._unpaired: dict[tuple[int, int, int], tuple[float, float]] = {}
@@ -69,14 +70,16 @@ class PairedReturns:
             (v, v_weight), (q, q_weight) = (q, q_weight), (v, v_weight)
         p = float(self.probabilities[state])
         self.values[state].append(p * q + (1 - p) * v)
-        self.advantages[state].append((1 - p) * (q - v))
+        self.differences[state].append(q - v)
         self.weights.append(p * q_weight + (1 - p) * v_weight)
 
     def truth(self) -> Truth:
         """True values and advantages of the states with at least two pairs."""
-        return Truth(*self._means(self.values), *self._means(self.advantages))
+        # Errors are pooled before the factor 1 − p, which differs from state to state and is known.
+        others, (mean, error, noise) = 1 - self.probabilities, self._means(self.differences)
+        return Truth(*self._means(self.values), others * mean, others * error, others.square() * noise)
 
-    def _means(self, samples_by_state: Mapping[tuple[int, int], list[float]]) -> tuple[Tensor, Tensor]:
+    def _means(self, samples_by_state: Mapping[tuple[int, int], list[float]]) -> Means:
         samples = Samples(*self.probabilities.shape)
         for (row, at), numbers in samples_by_state.items():
             samples.add(torch.tensor([row]), at, torch.tensor([numbers], dtype=torch.float64))
