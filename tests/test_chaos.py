@@ -25,7 +25,7 @@ TEXT = ["train", "--model.dtype", "float32", "--rollout.batch_size", "8", "--rol
 TEXT += ["--kl.target", "1", "--score.normalize", "running", "--ppo.epochs", "2", "--ppo.minibatches", "2"]
 TEXT += ["--run.show_every", "0", "--run.trackers", "[]"]
 AHEAD = [*TEXT, "--rollout.engine", "continuous", "--rollout.max_age", "1"]
-AHEAD += ["--kl.estimator", "full"]  # kl.target needs a KL that older samples do not estimate
+AHEAD += ["--kl.estimator", "full", "--kl.place", "both"]  # kl.target needs a KL that older samples do not estimate
 CONTROL = ["control", "--env.id", "InvertedPendulum-v5", "--env.normalize_observations", "true", "--steps", "64"]
 CONTROL += ["--env.normalize_rewards", "true", "--env.number", "2", "--run.trackers", "[]"]
 

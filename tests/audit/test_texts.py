@@ -154,7 +154,10 @@ def test_with_a_bootstrap_a_cut_completion_is_worth_its_rewards_and_the_critics_
 NO_CRITIC = CriticConfig(kind="none")
 KINDS = {
     "shared, overlong": {"score": ScoreConfig(overlong=[2, 0.5], missing_eos_penalty=0.3)},
-    "separate, full": {"critic": CriticConfig(kind="separate"), "kl": KLConfig(coef=0.3, estimator="full")},
+    "separate, full": {
+        "critic": CriticConfig(kind="separate"),
+        "kl": KLConfig(coef=0.3, place="both", estimator="full"),
+    },
     "lora, loss": {
         "model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2)),
         "kl": KLConfig(coef=0.3, place="loss", estimator="k3"),

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from tokencredit.core.rewards import (
     k2,
     k3,
     kl_estimate,
+    kl_of_next,
     overlong_penalty,
     token_rewards,
 )
@@ -175,6 +177,30 @@ def test_gradients_are_those_that_the_docstrings_say(pair):
     torch.testing.assert_close(expected_gradient(k2), towards, **close)
     other_direction = gradient(lambda policy: exact_kl(reference, policy), logits)
     torch.testing.assert_close(expected_gradient(k3), other_direction, **close)
+
+
+def test_the_kl_of_the_next_acted_position_by_hand():
+    assert kl_of_next(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), MASK).tolist() == [[2, 0, 0], [6, 0, 0]]
+
+
+def test_the_exact_kl_in_the_loss_and_as_reward_is_the_gradient_of_the_whole_kl():
+    """All 27 sequences of 3 tokens, of a policy that is a table; the rewards alone, or the loss alone, are not it."""
+    generator = torch.Generator().manual_seed(0)
+    table, reference = torch.randn(2, 1 + 3 + 9, 3, generator=generator, dtype=torch.float64)
+    logits = table.requires_grad_()
+    total, in_loss, as_reward = (torch.zeros((), dtype=torch.float64) for _ in range(3))
+    for x, y, z in itertools.product(range(3), repeat=3):
+        states = torch.tensor([0, 1 + x, 4 + 3 * x + y])
+        log_policy, log_reference = logits[states].log_softmax(-1), reference[states].log_softmax(-1)
+        logprobs, kl = log_policy[range(3), (x, y, z)], exact_kl(log_policy, log_reference)
+        probability = logprobs.sum().exp()
+        to_go = kl_of_next(kl.detach()[None], torch.ones(1, 3, dtype=torch.bool))[0].flip(0).cumsum(0).flip(0)
+        total = total + probability * kl.sum()
+        in_loss = in_loss + probability.detach() * kl.sum()
+        as_reward = as_reward + probability.detach() * (logprobs * to_go).sum()
+    expected, *parts = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (total, in_loss, as_reward))
+    torch.testing.assert_close(parts[0] + parts[1], expected)
+    assert all((part - expected).abs().max() > 0.01 for part in parts)
 
 
 @pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))

@@ -51,6 +51,7 @@ CASES = {
         "model.name": "llama",
         "model.gradient_checkpointing": True,
         "kl.estimator": "full",
+        "kl.place": "both",
         "critic.freeze": "attention",
         "sharding.layers": ["model.layers.*.mlp", "model.layers.*.self_attn"],
     },

@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers.minibatches import FunctionPasses, TablePolicy
 from tokencredit.core.losses import token_weights, value_loss
-from tokencredit.core.masked import whiten
+from tokencredit.core.masked import whiten, whiten_with_divisor
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
@@ -159,6 +159,30 @@ def test_kl_in_the_loss_is_estimated_from_the_references_logprobs(world):
     kl = (0.5 * (experience.logprobs - reference).square())[experience.mask].mean()
     torch.testing.assert_close(losses["kl_in_update"], kl)
     torch.testing.assert_close(losses["loss"], losses["policy_loss"] + 0.3 * kl)
+
+
+@pytest.mark.parametrize("whiten_minibatches", [False, True])
+def test_the_price_of_kl_in_the_loss_is_in_units_of_the_reward(world, whiten_minibatches):
+    """A reward of ten times the size, at ten times the price of KL, takes the same steps; without whitening not."""
+    policy, experience = world
+    experience = replace(experience, ref_logprobs=experience.logprobs + 0.3 * torch.randn(ROWS, TIME))
+    start, moved = {name: x.clone() for name, x in policy.state_dict().items()}, []
+    for scale in (1.0, 10.0):
+        policy.load_state_dict(start)
+        batch = replace(experience, advantages=scale * experience.advantages)
+        if not whiten_minibatches:
+            advantages, divisor = whiten_with_divisor(batch.advantages, batch.mask)
+            batch = replace(batch, advantages=advantages, divisor=divisor)
+        objective = Objective(clip=0.2, value_coef=0.0, kl_coef=0.3 * scale, kl_estimator="k2")
+        learner_of(policy, objective, whiten_minibatches=whiten_minibatches).update(batch)
+        moved.append(policy.logits.detach() - start["logits"])
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-4, atol=1e-6)
+    plain, *_ = backward(
+        (policy, replace(experience, divisor=torch.tensor(4.0))), Objective(kl_coef=0.3, kl_estimator="k2")
+    )
+    torch.testing.assert_close(
+        plain["loss"], plain["policy_loss"] + 0.5 * plain["value_loss"] + 0.3 / 4 * plain["kl_in_update"]
+    )
 
 
 def test_padding_does_not_change_gradients(world):

@@ -90,6 +90,8 @@ def test_a_reward_term_is_checked_when_it_is_made(kind, settings, message):
             r"rollout\.per_prompt is 1; .* must be at least 2",
         ),
         ({"kl": KLConfig(place="loss")}, r"kl\.estimator is k1, and kl\.place is loss; .* use k2, k3 or full"),
+        ({"kl": KLConfig(estimator="full")}, r"kl\.estimator is full, and kl\.place is reward; .* set kl\.place: both"),
+        ({"kl": KLConfig(place="both")}, r"kl\.estimator is k1, and kl\.place is both; .* set kl\.estimator: full"),
         ({"kl": KLConfig(coef=0.0, target=5.0)}, r"kl\.coef is 0, and kl\.target is 5; .* must be at least 1e-05"),
         ({"kl": KLConfig(coef=1e-6, target=5.0)}, r"^kl\.coef is 1e-06, .* must be at least 1e-05 and"),
         ({"kl": KLConfig(coef=20, target=5.0)}, r"^kl\.coef is 20, .* at most 10\.0$"),
@@ -149,7 +151,7 @@ def test_a_reward_term_is_checked_when_it_is_made(kind, settings, message):
         ),
         (
             {"rollout": RolloutConfig(min_p=0.1), "kl": KLConfig(target=6.0, estimator="full", place="loss")},
-            r"kl\.target is 6, .* set kl\.estimator: full with kl\.place: reward",
+            r"kl\.target is 6, .* set kl\.estimator: full with kl\.place: both",
         ),
     ],
 )
@@ -162,7 +164,11 @@ def test_what_cannot_work_is_refused_by_key(wrong, message):
     "right",
     [
         {"rollout": RolloutConfig(top_p=1.0), "kl": KLConfig(target=6.0), "stop": StopConfig(kl=8.0)},
-        {"rollout": RolloutConfig(top_p=0.9), "kl": KLConfig(target=6.0, estimator="full"), "stop": StopConfig(kl=8.0)},
+        {
+            "rollout": RolloutConfig(top_p=0.9),
+            "kl": KLConfig(target=6.0, estimator="full", place="both"),
+            "stop": StopConfig(kl=8.0),
+        },
         {"rollout": RolloutConfig(stop_at_eos=False, stop=["."]), "ppo": UpdateConfig(mask_truncated=True)},
         {
             "rollout": RolloutConfig(per_prompt=4),

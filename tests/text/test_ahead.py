@@ -390,4 +390,4 @@ def test_rules_that_need_a_kl_are_refused(rule):
     settings = {"rollout.engine": "continuous", "rollout.max_age": 2, rule: 6}
     with pytest.raises(ConfigError, match=r"is 6, and rollout\.max_age is 2; .* do not estimate the KL"):
         PPOConfig.from_dict(settings)
-    PPOConfig.from_dict(settings | {"kl.estimator": "full", "kl.place": "reward"})
+    PPOConfig.from_dict(settings | {"kl.estimator": "full", "kl.place": "both"})

@@ -346,7 +346,7 @@ def test_the_masked_share_is_there_whenever_completions_may_be_left_out(tokenize
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["gae", "group_relative"])
-@pytest.mark.parametrize("kl", ["k3", "full"])
+@pytest.mark.parametrize("kl", [KLConfig(estimator="k3"), KLConfig(place="both", estimator="full")])
 def test_rewards_that_are_all_0_change_no_weight(estimator, kl, tmp_path):
     """Cached steps and full passes of the same model round apart, and Adam makes a full step of any gradient."""
     grouped = estimator == "group_relative"
@@ -355,7 +355,7 @@ def test_rewards_that_are_all_0_change_no_weight(estimator, kl, tmp_path):
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8, per_prompt=4 if grouped else 1),
         advantage=AdvantageConfig(estimator=estimator),
         critic=CriticConfig(kind="none" if grouped else "shared"),
-        kl=KLConfig(estimator=kl),
+        kl=kl,
         optim=OptimConfig(warmup=0),
     )
     trainer = PPOTrainer(args=args, reward_funcs=lambda completions, **columns: [0.0] * len(completions))
@@ -493,7 +493,7 @@ def test_entropy_and_kl_of_filtered_samples_are_named_for_what_they_are(filters,
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}])
 def test_an_exact_kl_is_the_metric_whatever_the_filters(filters, tmp_path):
     rollout = RolloutConfig(batch_size=8, max_new_tokens=8, **filters)
-    args = small(tmp_path / "run", rollout=rollout, kl=KLConfig(estimator="full", target=3.0))
+    args = small(tmp_path / "run", rollout=rollout, kl=KLConfig(place="both", estimator="full", target=3.0))
     trainer = PPOTrainer(args=args, reward_funcs=vowels)
     with torch.no_grad():
         trainer.policy.lm.get_input_embeddings().weight.mul_(0.9)

@@ -16,6 +16,7 @@ from helpers.models import SHAPE, changed_weights, copy_weights, random_lm
 from helpers.proofs import proofs
 from tokencredit import Callback
 from tokencredit.core.estimator_table import ESTIMATORS
+from tokencredit.core.rewards import kl_of_next
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import ClassifierTerm, PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
@@ -206,7 +207,7 @@ class KLAlone:
         return torch.zeros(()) if self.kl[-1] is None else self.kl[-1].sum()
 
 
-@pytest.mark.parametrize(("place", "estimator"), [("reward", "full"), ("loss", "k2"), ("loss", "k3"), ("loss", "full")])
+@pytest.mark.parametrize(("place", "estimator"), [("both", "full"), ("loss", "k2"), ("loss", "k3"), ("loss", "full")])
 def test_kl_in_reward_or_loss(place, estimator, tmp_path):
     kl = KLConfig(coef=0.5, place=place, estimator=estimator)
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=kl))
@@ -223,17 +224,13 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
         now = trainer.learner.passes.evaluate(trainer.learner.wrapped, experience.inputs, loss)
     paid = batch.rewards.clone()
     paid[range(8), rollout.mask.sum(1) - 1] -= scored.total_scores()
-    if place == "reward":
-        torch.testing.assert_close(paid[rollout.mask], -0.5 * exact[rollout.mask], atol=1e-5, rtol=1e-3)
-        assert now.stats.kl is None
-        assert loss.kl == [None]
-    else:
-        assert paid.abs().max() < 1e-6
-        assert trainer.learner.objective.kl_coef == 0.5
-        log_ratio = scored.reference.logprobs - rollout.logprobs
-        expected = {"full": exact, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
-        torch.testing.assert_close(torch.cat(loss.kl), expected[rollout.mask], atol=1e-5, rtol=1e-3)
-        torch.testing.assert_close(now.policy_loss, expected[rollout.mask].sum(), atol=1e-4, rtol=1e-3)
+    later = -0.5 * kl_of_next(exact, rollout.mask) if place == "both" else torch.zeros_like(paid)
+    torch.testing.assert_close(paid, later, atol=1e-5, rtol=1e-3)
+    assert trainer.learner.objective.kl_coef == 0.5
+    log_ratio = scored.reference.logprobs - rollout.logprobs
+    expected = {"full": exact, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
+    torch.testing.assert_close(torch.cat(loss.kl), expected[rollout.mask], atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(now.policy_loss, expected[rollout.mask].sum(), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.slow

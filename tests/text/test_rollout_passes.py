@@ -101,8 +101,7 @@ def test_reference_outputs_equal_those_of_the_reference_model(model_folders, rol
     torch.testing.assert_close(paid.kl, (rollout.logprobs - expected) * rollout.mask, atol=1e-5, rtol=1e-5)
     assert paid.hidden is None
 
-    assert (paid.exact, ask(estimator="full").exact) == (False, True)
-    exact = ask(estimator="full").kl
+    exact = ask(place="both", estimator="full").kl
     hidden = policy.response_hidden(rollout.inputs()), reference.response_hidden(rollout.inputs())
     log_p, log_q = (
         (model.logits(h) / TEMPERATURE).log_softmax(-1) for model, h in zip((policy, reference), hidden, strict=True)
@@ -112,7 +111,6 @@ def test_reference_outputs_equal_those_of_the_reference_model(model_folders, rol
 
     in_loss = ask(place="loss", estimator="k2")
     assert in_loss.kl is None
-    assert not in_loss.exact
     torch.testing.assert_close(in_loss.logprobs, expected, atol=1e-5, rtol=1e-5)
     assert in_loss.hidden is None
     in_loss = ask(place="loss", estimator="full")
@@ -143,5 +141,5 @@ def test_an_exact_kl_below_1e_5_counts_as_rounding(model_folders, rollout, monke
     policy = load(model_folders, "llama")
     outputs = {"logprobs": rollout.logprobs, "kl": torch.tensor([[1.4e-6, 5.7e-6, -4e-5, 1.1e-5]])}
     monkeypatch.setattr("tokencredit.text.rollout_passes.read_by_length", lambda *_: outputs)
-    kl = reference_outputs(policy, policy, rollout, KLConfig(estimator="full"), TEMPERATURE, None).kl
+    kl = reference_outputs(policy, policy, rollout, KLConfig(place="both", estimator="full"), TEMPERATURE, None).kl
     assert torch.equal(kl, torch.tensor([[0.0, 0.0, 0.0, 1.1e-5]]))

@@ -155,12 +155,24 @@ def whiten(
     Raises:
         ValueError: no element of the mask is true.
     """
+    return whiten_with_divisor(x, mask, shift_mean=shift_mean, reduce=reduce, count=count)[0]
+
+
+def whiten_with_divisor(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    reduce: Reduce | None = None,
+    count: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`whiten`, and what it divides by, √(σ² + 1e-8), a scalar: 1 if `x` is constant up to rounding."""
     _, mean, variance, centred = moments_and_centred(x, mask, reduce, count)
-    inverse = torch.where(above_rounding(variance.sqrt(), mean), (variance + VARIANCE_GUARD).rsqrt(), 0.0)
-    whitened = centred * inverse
+    varies, inverse = above_rounding(variance.sqrt(), mean), (variance + VARIANCE_GUARD).rsqrt()
+    whitened = centred * torch.where(varies, inverse, 0.0)
     if not shift_mean:
         whitened = whitened + mean
-    return whitened.masked_fill(~mask, 0.0)
+    return whitened.masked_fill(~mask, 0.0), torch.where(varies, 1 / inverse, 1.0)
 
 
 def _over_processes(a: Tensor, b: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,31 @@ def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor 
     return KL_ESTIMATORS[name](logprobs, ref_logprobs, mask)
 
 
+def kl_of_next(kl: Tensor, mask: Tensor) -> Tensor:
+    """The KL of each row's next acted position, 0 at its last one: what a token's choice leads to.
+
+    The gradient of Σₜ KLₜ has two parts: the KL of each position itself, which is differentiated in the loss, and that
+    of the later ones, which the token's choice leads to and which is paid as its reward. Where the KL is exact, its own
+    position's is known before the token is drawn, and would only be noise in its reward (Amini, Vieira and Cotterell
+    2025, arXiv 2504.10637).
+
+    Args:
+        kl: [batch, time], nats.
+        mask: bool [batch, time], true at acted tokens.
+
+    Raises:
+        ValueError: the shapes differ, or the mask is not bool.
+    """
+    require_tensors(kl=kl)
+    require_rows("kl", kl)
+    require_flags("mask", mask, kl.shape)
+    acted, rows = kl[mask], mask.nonzero()[:, 0]
+    following = torch.where(rows[1:] == rows[:-1], acted[1:], 0.0)
+    return torch.zeros_like(kl).masked_scatter(
+        mask, torch.cat([following, acted.new_zeros(len(acted) - len(following))])
+    )
+
+
 def exact_kl(log_policy: Tensor, log_reference: Tensor) -> Tensor:
     """KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)), over the last axis: no sampling noise, never negative.
 

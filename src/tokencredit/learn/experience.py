@@ -46,6 +46,9 @@ class Experience:
     age: Tensor | None = None
     """Int64, updates since each token was drawn, if `Objective.interpolation` depends on it."""
 
+    divisor: Tensor | float = 1.0
+    """What whitening divided the advantages by, a scalar; a penalty in the loss is divided by it too."""
+
     # Set in minibatches and their micro-batches.
     rows: Tensor | None = None
     """`[batch]`, numbers of the rows in the batch of all processes, which begins with those of the first process."""
@@ -62,17 +65,21 @@ class Experience:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for a file."""
-        return self.inputs | {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return self.inputs | self._own()
+
+    def _own(self) -> dict[str, Tensor]:
+        """The tensors with a batch axis other than the inputs."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and x.dim()}
 
     def map(self, function: Callable[[str, Tensor], Tensor]) -> Experience:
         """The experience with each tensor replaced by `function(name, tensor)`, inputs first."""
         inputs = {name: function(name, x) for name, x in self.inputs.items()}
-        own: dict[str, Any] = {name: function(name, x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        own: dict[str, Any] = {name: function(name, x) for name, x in self._own().items()}
         return replace(self, inputs=inputs, **own)
 
     def columns(self) -> list[Tensor]:
         """All tensors, in the order of `map`; inputs may have the names of others."""
-        return [*self.inputs.values(), *(x for x in vars(self).values() if isinstance(x, Tensor))]
+        return [*self.inputs.values(), *self._own().values()]
 
     def widths(self) -> list[int]:
         """The length of each tensor's second axis, or 0, in the order of `map`."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokencredit.core.masked import whiten
+from tokencredit.core.masked import whiten_with_divisor
 from tokencredit.core.off_policy import correction_stats
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import sharded_in
@@ -183,7 +183,8 @@ class Learner:
             return minibatch
         mask = minibatch.mask & minibatch.real
         reduce = None if self.processes.count == 1 else self.processes.sum
-        return replace(minibatch, advantages=whiten(minibatch.advantages, mask, reduce=reduce, count=minibatch.tokens))
+        advantages, divisor = whiten_with_divisor(minibatch.advantages, mask, reduce=reduce, count=minibatch.tokens)
+        return replace(minibatch, advantages=advantages, divisor=divisor)
 
     def accumulate_gradients(self, minibatch: Experience) -> list[StepRecord]:
         """Accumulate a minibatch's gradient over micro-batches of similar lengths.

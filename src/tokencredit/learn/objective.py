@@ -138,7 +138,9 @@ class Interpolation:
 
 @dataclass(frozen=True)
 class Objective:
-    """PPO's objective: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β · KL); see `core.losses` for each term.
+    """PPO's objective: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β / σ · KL); see `core.losses` for each term.
+
+    σ is what whitening divided the advantages by, so that β is a price in units of the reward.
 
     A different policy loss overrides `surrogate` and `clipped`; with `additive` false it receives all tokens of the
     rows in one call.
@@ -217,12 +219,12 @@ class Objective:
         """Tokens in the metric `clip_fraction`, bool `[batch, time]`; None for those whose ratio is outside `clip`."""
         return None
 
-    def total(self, parts: dict[str, Tensor]) -> Tensor:
-        """The policy's part of the loss, from the weighted sums of `token_losses`."""
+    def total(self, parts: dict[str, Tensor], divisor: Tensor | float = 1.0) -> Tensor:
+        """The policy's part of the loss, from the weighted sums of `token_losses`; σ is `Experience.divisor`."""
         loss = parts["policy_loss"]
         if "entropy_in_update" in parts and self.entropy_coef != 0:
             loss = loss - self.entropy_coef * parts["entropy_in_update"]
-        return loss + self.kl_coef * parts["kl_in_update"] if "kl_in_update" in parts else loss
+        return loss + self.kl_coef / divisor * parts["kl_in_update"] if "kl_in_update" in parts else loss
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ class MicroBatchLoss:
         sums = {name: weighted_sum(x, weights) for name, x in losses.items()}
         for name, part in sums.items():
             self.parts[name] = self.parts[name] + part.detach() if name in self.parts else part.detach()
-        return self.objective.total(sums)
+        return self.objective.total(sums, self.rows.divisor)
 
     def _indices(self, first: int, count: int) -> Tensor:
         """Indices of `count` acted tokens in the flattened mask, without a GPU synchronisation."""

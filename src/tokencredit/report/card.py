@@ -45,7 +45,7 @@ def model_card(
         f"{'episodes' if environment else 'completions'}.\n\n"
         f"{source}"
         f"- reward: {', '.join(map(code, terms))}\n"
-        f"- KL coefficient: {args.kl.coef:g}, in the {args.kl.place}\n"
+        f"- KL coefficient: {args.kl.coef:g}, kl.place {args.kl.place}\n"
         f"- ended by: {summary['stopped_by']}\n\n"
         f"| result | |\n|---|---|\n{rows}\n\n"
         "`reward_first` is the mean reward of the starting model, `reward_last` that at the end "

@@ -155,6 +155,11 @@ class PPOConfig(Configuration):
             refuse(self, "advantage.estimator rollout.per_prompt", reason)
         if kl.place == "loss" and kl.estimator == "k1" and kl.coef > 0:
             refuse(self, "kl.estimator kl.place", "the gradient of k1 is 0 on average; use k2, k3 or full")
+        if kl.place == "reward" and kl.estimator == "full" and kl.coef > 0:
+            reason = "a position's exact KL is known before its token is drawn, so as a reward it teaches nothing"
+            refuse(self, "kl.estimator kl.place", f"{reason}; set kl.place: both")
+        if kl.place == "both" and kl.estimator != "full" and kl.coef > 0:
+            refuse(self, "kl.estimator kl.place", "each half needs the exact KL; set kl.estimator: full")
         least, most = ADAPTED
         if kl.target is not None and not least <= kl.coef <= most:
             refuse(self, "kl.coef kl.target", f"to be adapted, kl.coef must be at least {least} and at most {most}")
@@ -185,14 +190,14 @@ class PPOConfig(Configuration):
         """Raise `ConfigError` for rules that need a KL, and corrections that need a difference, which draws lack."""
         off_policy, max_age = self.off_policy, self.rollout.max_age
         first = off_policy.proximal == "recomputed" or off_policy.support == "truncated"  # a ratio of 1 at first
-        exact = self.kl.estimator == "full" and self.kl.place == "reward"
+        exact = self.kl.place == "both"
         for cause in [*self.rollout.filters(), *["max_age"] * bool(max_age)]:
             if self.ppo.target_kl is not None and not first:
                 reason = "the KL to the policy of the draws begins above 0; set off_policy.proximal: recomputed"
                 refuse(self, f"ppo.target_kl off_policy.proximal rollout.{cause}", reason)
             for key, limit in (("kl.target", self.kl.target), ("stop.kl", self.stop.kl)):
                 if limit is not None and not exact:
-                    reason = "such samples do not estimate the KL: set kl.estimator: full with kl.place: reward"
+                    reason = "such samples do not estimate the KL: set kl.estimator: full with kl.place: both"
                     refuse(self, f"{key} rollout.{cause}", reason)
         bounds = off_policy.bounds
         if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1]:

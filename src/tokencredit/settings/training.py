@@ -180,11 +180,14 @@ class KLConfig(Group):
     """KL penalty towards the reference model."""
 
     coef: float = setting(0.05, at_least=0)
-    """KL coefficient β: penalty per nat. With 0 no reference model is loaded."""
-    place: Literal["reward", "loss"] = setting("reward", needs="coef")
-    """Place of the KL penalty: subtracted from each token's reward, or added to the loss."""
+    """KL coefficient β: the price of a nat in units of the reward, wherever the penalty is; in the loss it is divided
+    by what whitening divides the advantages by. With 0 no reference model is loaded."""
+    place: Literal["reward", "loss", "both"] = setting("reward", needs="coef")
+    """Place of the KL penalty: subtracted from each token's reward; added to the loss, where it ignores that a token
+    leads to later ones; or both, which with `estimator: full` is the whole gradient with the least noise."""
     estimator: Literal["k1", "k2", "k3", "full"] = setting("k1", needs="coef")
-    """KL estimator: k1, k2 or k3 from the sampled token, or the full sum over the vocabulary."""
+    """KL estimator: k1, k2 or k3 from the sampled token, or the full sum over the vocabulary, for `place: loss` and
+    `both`: it costs the reference's projection in each update step, and both one more pass of the policy."""
     target: float | None = setting(None, above=0)
     """Target KL to the reference, in nats per sequence: coef, which is then the initial value, rises while the KL is
     above it and falls while it is below. null for a fixed coef."""

@@ -115,7 +115,7 @@ class Batch:
         such as top_p, and for tokens of earlier updates, it is a biased estimate and called `log_ratio`.
         """
         reference = self.reference
-        if reference.exact and reference.kl is not None:
+        if reference.hidden is not None and reference.kl is not None:
             return "kl", reference.kl
         if reference.logprobs is None:
             return None

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tokencredit.core.advantages import estimate
 from tokencredit.core.episodes import EpisodeBounds
-from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten
+from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten, whiten_with_divisor
 from tokencredit.core.off_policy import correction
-from tokencredit.core.rewards import overlong_penalty, token_rewards
+from tokencredit.core.rewards import kl_of_next, overlong_penalty, token_rewards
 from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
@@ -93,10 +93,11 @@ class Credit:
             masks=args.ppo.mask_truncated,
         )
         # Whiten what the update reads; records keep advantages in units of the reward.
+        divisor: Tensor | float = 1.0
         if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
-            advantages = whiten(advantages, in_loss, reduce=self.reduce, count=tokens)
+            advantages, divisor = whiten_with_divisor(advantages, in_loss, reduce=self.reduce, count=tokens)
         experience = self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
-        return batch, replace(experience, weights=batch.weights)
+        return batch, replace(experience, weights=batch.weights, divisor=divisor)
 
     def monte_carlo(self, scored: Batch) -> tuple[Batch, Experience]:
         """The batch with its values and sampled returns, whatever the estimator, and the critic's experience of it."""
@@ -202,8 +203,10 @@ class Credit:
         # Rewards per token come on top as they are: no normalisation, clip or penalty applies to them.
         if scored.dense is not None:
             score_rewards[mask] += torch.tensor([x for row in scored.dense for x in row], device=mask.device)
-        nothing = torch.zeros_like(scored.scores)
-        return score_rewards, token_rewards(nothing, mask, kl=scored.reference.kl, kl_coef=self.kl.coef)
+        nothing, kl = torch.zeros_like(scored.scores), scored.reference.kl
+        if kl is not None and self.args.kl.place == "both":
+            kl = kl_of_next(kl, mask)
+        return score_rewards, token_rewards(nothing, mask, kl=kl, kl_coef=self.kl.coef)
 
     def _estimate(
         self, scored: Batch, score_rewards: Tensor, kl_rewards: Tensor, args: AdvantageConfig
@@ -276,7 +279,7 @@ class Credit:
             values=values,
             advantages=advantages,
             returns=returns,
-            ref_logprobs=reference.logprobs if self.args.kl.place == "loss" else None,
+            ref_logprobs=reference.logprobs if self.args.kl.place != "reward" else None,
             value_mask=None if valued is None else valued & rollout.mask,
             behavior_logprobs=behavior,
             age=age,

@@ -66,8 +66,7 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
     for member in () if policy.critic is None else policy.critic.members:
         hidden += [] if member.trunk is None else hidden_matrices(member.trunk)
     optimizer = build_optimizer(parameter_groups(args, policy), optim.name, hidden=hidden, eps=optim.eps)
-    exact_kl = args.kl.place == "loss" and args.kl.estimator == "full"
-    reference = models.reference if exact_kl else None
+    reference = models.reference if args.kl.estimator == "full" else None
     passes = TextPasses(policy, precision, args.rollout.temperature, args.ppo.entropy_coef > 0, reference)
     return Learner(
         policy,

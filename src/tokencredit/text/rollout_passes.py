@@ -31,11 +31,9 @@ class ReferenceOutputs(NamedTuple):
     logprobs: Tensor | None = None
     """`[batch, time]`, nats."""
     kl: Tensor | None = None
-    """`[batch, time]`, KL penalised in each token's reward, in nats; None if it is in the loss."""
+    """`[batch, time]`, KL penalised in the tokens' rewards, in nats; None if it is in the loss alone."""
     hidden: Tensor | None = None
     """`[batch, time, width]`, for an exact KL in the loss."""
-    exact: bool = False
-    """True if `kl` is the sum over the vocabulary, not an estimate from the sampled token."""
 
 
 def read_by_length(
@@ -176,24 +174,25 @@ def reference_outputs(
     """
     if reference is None:
         return ReferenceOutputs()
-    full, in_loss = args.estimator == "full", args.place == "loss"
+    full = args.estimator == "full"
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
         with policy.adapter.reference() if reference is policy and policy.adapter else nullcontext():
             logprobs, hidden = reference.logprobs(inputs, temperature)
             results = {"logprobs": logprobs}
-        if full and in_loss:
+        if full:
             results["ref_hidden"] = hidden
-        elif full:
+        if args.place == "both":
             kl = policy(inputs | {"ref_hidden": hidden}, temperature=temperature, reference=reference).stats.kl
             assert kl is not None
             results["kl"] = kl
         return results
 
     outputs = read_by_length(rollout, budget, read, processes)
-    logprobs = outputs["logprobs"]
-    if in_loss:
-        return ReferenceOutputs(logprobs, hidden=outputs.get("ref_hidden"))
-    kl = outputs["kl"] if full else kl_estimate(args.estimator, rollout.logprobs, logprobs, rollout.mask)
-    difference = kl if full else (rollout.logprobs - logprobs).abs()
-    return ReferenceOutputs(logprobs, kl.masked_fill(difference < ROUNDING, 0.0), exact=full)
+    logprobs, kl = outputs["logprobs"], outputs.get("kl")
+    if kl is not None:
+        kl = kl.masked_fill(kl < ROUNDING, 0.0)
+    elif args.place == "reward":
+        estimates = kl_estimate(args.estimator, rollout.logprobs, logprobs, rollout.mask)
+        kl = estimates.masked_fill((rollout.logprobs - logprobs).abs() < ROUNDING, 0.0)
+    return ReferenceOutputs(logprobs, kl, outputs.get("ref_hidden"))

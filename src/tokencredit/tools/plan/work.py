@@ -80,7 +80,7 @@ class Work:
     def reference_width(self) -> int:
         """Width of the reference's hidden states, if updates read them for an exact KL; else 0."""
         kl = self.config.kl
-        exact = kl.estimator == "full" and kl.place == "loss" and kl.coef > 0
+        exact = kl.estimator == "full" and kl.coef > 0
         return self.lm_config.get_text_config().hidden_size if exact else 0
 
     @property
