@@ -346,7 +346,9 @@ def test_the_masked_share_is_there_whenever_completions_may_be_left_out(tokenize
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["gae", "group_relative"])
-@pytest.mark.parametrize("kl", [KLConfig(estimator="k3"), KLConfig(place="both", estimator="full")])
+@pytest.mark.parametrize(
+    "kl", [KLConfig(estimator="k3"), KLConfig(place="loss", estimator="k2"), KLConfig(place="both", estimator="full")]
+)
 def test_rewards_that_are_all_0_change_no_weight(estimator, kl, tmp_path):
     """Cached steps and full passes of the same model round apart, and Adam makes a full step of any gradient."""
     grouped = estimator == "group_relative"

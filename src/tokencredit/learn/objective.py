@@ -31,7 +31,7 @@ from tokencredit.core.off_policy import (
     sequence_surrogate,
     weighted_policy_gradient,
 )
-from tokencredit.core.rewards import kl_estimate
+from tokencredit.core.rewards import ROUNDING, kl_estimate
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.value_heads import Histogram
@@ -197,9 +197,12 @@ class Objective:
         if self.interpolation is not None:
             present = now.logprobs.detach().new_zeros(rows.mask.numel()).index_copy(0, at, now.logprobs.detach())
             rows = self.interpolation.around_proximal(present.view(rows.mask.shape), rows)  # right at these tokens only
-        kl = now.kl
+        kl, distance = now.kl, now.kl
         if self.kl_estimator is not None and rows.ref_logprobs is not None:
-            kl = kl_estimate(self.kl_estimator, now.logprobs, rows.ref_logprobs.flatten()[at])
+            reference = rows.ref_logprobs.flatten()[at]
+            kl, distance = kl_estimate(self.kl_estimator, now.logprobs, reference), (now.logprobs - reference).abs()
+        if kl is not None and distance is not None:
+            kl = kl.masked_fill(distance < ROUNDING, 0.0)
         surrogate = self.surrogate(now.logprobs, rows, at)
         if rows.weights is not None:
             surrogate = surrogate * rows.weights.flatten()[at]
