@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from gymnasium.spaces import Discrete
@@ -145,14 +146,14 @@ class ControlTrainer:
             metrics |= self._by_main(partial(self.auditor.measure, number, self.record))
         return metrics, []
 
-    def _by_main(self, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Metrics that the main process measures, in every process: they decide when to save, so must be equal."""
+    def _by_main(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of the main process, in every process: metrics decide when to save, so must be equal."""
         processes = self.record.processes
         if processes.count == 1:
             return measure()
         with processes.agreed(OSError, RunStopped):
             metrics = measure() if processes.main else {}
-        received: dict[str, float] = json.loads(processes.texts(json.dumps(metrics))[0])
+        received: dict[str, Any] = json.loads(processes.texts(json.dumps(metrics))[0])
         return received
 
     def give_credit(self, rollout: AgentRollout) -> tuple[Experience, dict[str, float]]:
@@ -231,8 +232,9 @@ class ControlTrainer:
         return False
 
     def finish(self, stopped_by: str) -> Summary:
-        """Write the agent, summary and report at the end of a run; returns the summary."""
+        """Write the agent, summary, audit and report at the end of a run; returns the summary."""
         summary = self.record.end(stopped_by, lambda folder, _: save_agent(folder, self.agent, self.envs))
+        self.auditor.at_end(summary, self.record, self._by_main)
         write_final_report(self.record)
         audit = {"tokencredit audit RUN": "audit of the credit"} if self.args.run.save_every else {}
         self.record.next_steps({"tokencredit play RUN": "whole episodes with the trained agent"} | audit)

@@ -148,7 +148,7 @@ class Screen:
         ]:
             self.say(f"iteration {metrics['iteration']}  {'  '.join(evaluated)}")  # the bar's own are soon replaced
         if any(name.startswith("audit/") for name in metrics):
-            self.say(_audited(metrics))
+            self.audited(metrics)
 
     def samples(self, iteration: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Show completions: reward, mean log-probability under the reference, text; their meaning the first time."""
@@ -197,6 +197,10 @@ class Screen:
             )
         if summary.stopped_by != "iterations":
             self.say(f"stopped by: {summary.stopped_by}")
+
+    def audited(self, metrics: Mapping[str, float]) -> None:
+        """Show an audit's metrics in one line."""
+        self.say(_audited(metrics))
 
     def audit(self, audit: Mapping[str, Any]) -> None:
         """Show an audit: each estimator's correlation with the true advantages, and the critic."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,15 +12,22 @@ from torch import Tensor
 from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.controllers import EarlyStopping
+from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.resuming import saved
 from tokencredit.runs.summary import Summary
-from tokencredit.settings.training import RunSettings
+from tokencredit.settings.training import AuditSettings, RunSettings
 
 State = dict[str, Any]
 """A tree of dicts, lists, numbers, texts, None and tensors, for `checkpoint.write_checkpoint`."""
 Iteration = tuple[dict[str, float], list[dict[str, Any]]]
 """Metrics and samples of an iteration."""
+AUDIT_SHARE = 0.07
+"""Share of a run's time that the audit at its end plans with, so that it stays below 8 %."""
+MIN_AUDITED = 20.0
+"""Shortest run with an audit at its end, in seconds."""
+AUDIT_ROWS = (8, 64)
+"""Fewest and most completions or episodes of an audit at the end; figures of fewer say nothing."""
 
 
 class Trainer(Protocol):
@@ -187,6 +195,51 @@ def _stopped_by(signal: str | None) -> str | None:
     return "interrupt" if signal == "SIGINT" else signal
 
 
+def audit_at_end(
+    record: RunRecord,
+    summary: Summary,
+    settings: AuditSettings,
+    cost: Callable[[], float],
+    audit: Callable[[int, float], dict[str, Any]],
+) -> None:
+    """Audit the final policy of a run that is at its end, unless it is audited already; every process calls it.
+
+    The audit comes after everything is saved, and changes none of it. A line says why a run has none.
+
+    Args:
+        record: the run's.
+        summary: the run's, whose seconds count.
+        settings: the run's `audit`.
+        cost: seconds that each completion or episode of an audit takes; raises `ConfigError` if it cannot be audited.
+        audit: audits so many of them within so many seconds; returns the contents of audit.json.
+    """
+    at_end = summary.stopped_by == "iterations" or summary.stopped_by.startswith("stop.")
+    audited = settings.every and summary.iterations % settings.every == 0
+    if not settings.at_end or audited or not at_end or record.failed or not summary.iterations:
+        return
+    least, most = AUDIT_ROWS
+    try:
+        # The clock of the main process decides for all.
+        seconds, each = json.loads(record.processes.texts(json.dumps([summary.seconds, cost()]))[0])
+        budget = AUDIT_SHARE * seconds
+        rows = min(int(budget / each), most) if each > 0 else 0
+        if seconds < MIN_AUDITED or rows < least:
+            needed = max(MIN_AUDITED, least * each / AUDIT_SHARE)
+            record.screen.say(
+                f"no audit at the end: it needs a run of {needed:.0f} s, to take less than 8 % of its time"
+            )
+            return
+        found = audit(rows, budget)
+    except (ConfigError, RunStopped, OSError, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) and record.processes.count > 1:  # the others may not have one
+            raise
+        record.event(f"no audit at the end: {_reason(error) or 'it was interrupted'}")
+        return
+    if record.main:
+        record.folder.write_json(AUDIT, found)
+        record.screen.audited(found["metrics"])
+
+
 def _failed(trainer: Trainer, number: int, error: BaseException) -> RunStopped:
     """Save what a failed run has learned; returns the error that ends it."""
     record, place = trainer.record, f"iteration {number}" if number else "the critic's pretraining"
@@ -236,5 +289,5 @@ def _reason(error: BaseException) -> str:
         return f"{error.strerror} ({error.filename})"
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r}) was called"
-    known = isinstance(error, OSError | RunStopped | ConfigError)
+    known = isinstance(error, OSError | RunStopped | ConfigError | KeyboardInterrupt)
     return str(error) if known else f"{type(error).__name__}: {error}"

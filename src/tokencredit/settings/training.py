@@ -297,6 +297,8 @@ class AuditSettings(Group):
     one of its tokens."""
     seconds: float | None = setting(None, needs="every", above=0)
     """Time limit of an audit, in seconds; states get fewer continuations to meet it. null for no limit."""
+    at_end: bool = True
+    """Audit the final policy, in at most 8 % of the run's time; runs shorter than 20 seconds are not audited."""
 
 
 @dataclass

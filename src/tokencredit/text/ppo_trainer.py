@@ -60,6 +60,8 @@ from tokencredit.text.turns.episode_record import episode_events
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
+NOT_CONTINUED = "an audit continues a text from its middle, and an environment cannot be continued there"
+
 
 class PPOTrainer:
     """Trains a causal language model with PPO from a reward on its texts.
@@ -125,8 +127,8 @@ class PPOTrainer:
             self.origin = origin(lm, self.tokenizer, given)
             self.record.from_python = self.origin["given"]
             self.record.sources = setup.source_digests(args, given, *prepared)
-            named = model is None or isinstance(model, str)
-            models = run_models.build_models(args, lm, self.tokenizer, precision, peft_config, named, sharding)
+            parts = lm, self.tokenizer, precision, peft_config, model is None or isinstance(model, str), sharding
+            models = run_models.build_models(args, *parts)
             setup.check_terms(args, terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
         self._assemble(models, terms, environments, callbacks)
@@ -193,7 +195,7 @@ class PPOTrainer:
         `settings` are its size; by default those of `args.audit`, with all states.
         """
         if self.auditor is None:
-            raise ConfigError("an audit continues a text from its middle, and an environment cannot be continued there")
+            raise ConfigError(NOT_CONTINUED)
         audit = self.auditor.write(self.record, settings, self.tokenizer)
         write_final_report(self.record)
         return audit
@@ -367,18 +369,19 @@ class PPOTrainer:
         rng.set_random_state(state["random"])
 
     def rewind(self) -> bool:
-        """Restore the start of a failed iteration unless it changed weights; returns True if restored.
-
-        Processes must call it together.
-        """
+        """Restore the start of a failed iteration unless it changed weights, in all processes; returns True if so."""
         if not self.processes.all(self.before is not None) or self.before is None:
             return False
         self._restore(self.before)
         return True
 
     def finish(self, stopped_by: str) -> Summary:
-        """Write policy, summary and report, upload the policy of a run that is at its end, and return the summary."""
+        """Write policy, summary, audit and report, upload the policy of a run at its end, and return the summary."""
         summary = self.record.end(stopped_by, self._save, in_all=self.sharded)
+        if self.auditor is not None:
+            self.auditor.at_end(summary, self.stages, self.record, self.tokenizer)
+        elif self.args.audit.at_end and not self.record.failed:
+            self.record.screen.say(f"no audit at the end: {NOT_CONTINUED}")
         write_final_report(self.record)
         self.record.next_steps(setup.next_steps(self.args, self.origin["given"], audits=self.auditor is not None))
         if (repository := self.args.run.push_to_hub) and self.processes.main:
@@ -392,9 +395,8 @@ class PPOTrainer:
         save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
         if not self.processes.main:
             return
-        names = [term.name for term in self.pipeline.terms]
         prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None
         player = self.pipeline.player
         environment = None if player is None else player.environments.name
-        card = model_card(self.args, names, summary, prompts, environment)
+        card = model_card(self.args, [term.name for term in self.pipeline.terms], summary, prompts, environment)
         (folder / "README.md").write_text(card, encoding="utf-8")

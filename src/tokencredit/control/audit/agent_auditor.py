@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tokencredit.audit.agreement import judge
 from tokencredit.audit.estimates import variants
-from tokencredit.audit.truth import STREAM, Means, Samples, Truth, generator, rounds, spread
+from tokencredit.audit.truth import FIRST_ROUND, STREAM, Means, Samples, Truth, generator, rounds, spread
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import AgentRollout
 from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
@@ -28,13 +28,19 @@ from tokencredit.control.environment_wrappers import environment_errors
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
+from tokencredit.runs.loop import audit_at_end
 from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.summary import WINDOW, History, Summary, mean
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
+from tokencredit.settings.training import AuditSettings
 
 MAX_BOOTSTRAP_WEIGHT = 0.05
 """Continuations run past the time limit until the critic's value has at most this weight in the return."""
 MAX_STEPS_PAST_LIMIT = 3000
 """Continuations stop at the time limit if reaching that weight would take more steps than this."""
+
+AT_END = AuditSettings(continuations=32, states=4)
+"""Most continuations and the states of an audit at the end of a run, within its time."""
 
 
 class PairedReturns:
@@ -139,6 +145,28 @@ class AgentAuditor:
             return {}
         record.folder.write_json(AUDIT, audit)
         return {**audit["metrics"], "seconds/audit": audit["seconds"]}
+
+    def at_end(
+        self, summary: Summary, record: RunRecord, by_main: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]]
+    ) -> None:
+        """Audit the final agent in the main process, as `runs.loop.audit_at_end` allows."""
+
+        def audit(episodes: int, seconds: float) -> dict[str, Any]:
+            size = AgentAuditConfig(0, AT_END.continuations, AT_END.states, seconds, episodes=episodes)
+            return by_main(lambda: self.audit(summary.iterations, size))
+
+        audit_at_end(record, summary, self.args.audit, lambda: self.cost(record.history), audit)
+
+    def cost(self, history: History) -> float:
+        """Seconds per episode of an audit at the end: it is played and replayed, and each continuation replays half of
+        it and plays the other half, at the speed of the run's last rollouts."""
+        last = history[-WINDOW:]
+        seconds, steps, length = (
+            mean(row.get(name) for row in last) or 0.0 for name in ("seconds/rollout", "steps", "train/average_length")
+        )
+        continued = length / 2 + max(length / 2, self._min_steps())
+        played = 2 * length + 2 * FIRST_ROUND * (AT_END.states or 0) * continued
+        return played * seconds / max(steps, 1.0)
 
     @contextmanager
     def _replays(self, number: int = COPIES) -> Iterator[Replays]:

@@ -19,14 +19,20 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
+from tokencredit.runs.loop import audit_at_end
 from tokencredit.runs.recorder import RunRecord
-from tokencredit.settings.training import AuditConfig
+from tokencredit.runs.summary import WINDOW, History, Summary, mean
+from tokencredit.settings.training import AuditConfig, AuditSettings
 from tokencredit.text.audit.continuations import Continuations, States, run_in_all, states_of
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch
 
+AT_END = AuditSettings(continuations=32, states=4)
+"""Most continuations and the states of an audit at the end of a run, within its time."""
+PLANNED = 8
+"""Continuations per state for which the number of completions of such an audit leaves time."""
 GROUP = 8
 """Group size of group estimators in an audit on request of a run with one completion per prompt."""
 
@@ -151,22 +157,54 @@ class CompletionAuditor:
             record.screen.audit(audit)
         return audit
 
+    def cost(self, history: History) -> float:
+        """Seconds per completion of an audit at the end, by the time that the run's last iterations took to sample and
+        score theirs: a continuation is half as long as a completion, and each state is followed by another.
+
+        Raises `ConfigError` if this run cannot be audited.
+        """
+        if self.credit.args.sharding.sampling == "layers":
+            raise ConfigError("each process samples continuations of its own; set sharding.sampling: gathered")
+        stages = ("rollout", "reference", "reward", "prefixes")
+        seconds = sum(mean(history.column(f"seconds/{stage}")[-WINDOW:]) or 0.0 for stage in stages)
+        rollout = self.credit.args.rollout
+        sampled = max(self.group, rollout.per_prompt) + (AT_END.states or 0) * PLANNED
+        return seconds / rollout.batch_size * sampled
+
+    def at_end(self, summary: Summary, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Audit the final policy, as `runs.loop.audit_at_end` allows."""
+
+        def audit(completions: int, seconds: float) -> dict[str, Any]:
+            size = AuditConfig(0, AT_END.continuations, AT_END.states, seconds, completions=completions)
+            auditor = replace(self, settings=size)
+            try:
+                return auditor._staged(summary.iterations, stages, tokenizer)
+            except UnusableBatch as error:
+                raise RunStopped(str(error)) from error
+
+        audit_at_end(record, summary, self.settings, lambda: self.cost(record.history), audit)
+
     def measure(
         self, number: int, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase
     ) -> dict[str, float]:
         """Audit while training: writes audit.json, returns metrics; none if a number is not finite."""
         try:
-            with stages("audit") as results:
-                audit = self.audit(number)
-                findings = audit.judge(self.pipeline.processes)
-                results["metrics"] = findings["metrics"]
+            audit = self._staged(number, stages, tokenizer)
         except (UnusableBatch, EngineLost) as error:
             record.event(f"an audit is skipped: {error}")
             return {}
         if self.pipeline.processes.main:
-            record.folder.write_json(AUDIT, audit.record(number, self.settings, tokenizer) | findings)
-        metrics: dict[str, float] = findings["metrics"]
+            record.folder.write_json(AUDIT, audit)
+        metrics: dict[str, float] = audit["metrics"]
         return metrics
+
+    def _staged(self, number: int, stages: Stages, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """An audit as audit.json holds it, as a stage of the run, whose callbacks may add metrics."""
+        with stages("audit") as results:
+            audit = self.audit(number)
+            findings = audit.judge(self.pipeline.processes)
+            results["metrics"] = findings["metrics"]
+        return audit.record(number, self.settings, tokenizer) | findings
 
     def _collect(self, place: int, group: int, random: torch.Generator) -> Batch:
         """Collect this process's fresh completions, in whole groups."""

@@ -1,0 +1,78 @@
+"""The audit at the end of a run: within its time, and without a trace in what was trained."""
+
+import json
+import re
+
+import pytest
+
+from helpers.configs import control_config, quiet, text_config
+from helpers.files import TIMES, drop_keys, read_metrics
+from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.runs import loop
+from tokencredit.settings.control import AgentAuditConfig
+from tokencredit.settings.training import AuditConfig
+from tokencredit.text.ppo_trainer import PPOTrainer
+
+
+@pytest.fixture
+def any_length(monkeypatch):
+    """Tiny runs have the time of long ones."""
+    monkeypatch.setattr(loop, "MIN_AUDITED", 0.0)
+    monkeypatch.setattr(loop, "AUDIT_SHARE", 20.0)
+    monkeypatch.setattr(loop, "AUDIT_ROWS", (1, 3))
+
+
+def text_run(folder, iterations, resume=False, **groups):
+    run = {"run": quiet(folder, iterations, save_every=1)}
+    trainer = PPOTrainer(args=text_config(folder, **run | groups))
+    trainer.train(resume_from_checkpoint=resume)
+    return drop_keys(read_metrics(folder), *TIMES), [x.tolist() for x in trainer.policy.parameters()]
+
+
+@pytest.mark.slow
+def test_a_run_and_its_extension_end_with_an_audit_that_changes_nothing(any_length, tmp_path, capsys):
+    without = text_run(tmp_path / "without", 3, audit=AuditConfig(at_end=False))
+    assert not (tmp_path / "without" / "audit.json").exists()
+    text_run(tmp_path / "with", 2)
+    assert "of the credit is real" in capsys.readouterr().out
+    audit = tmp_path / "with" / "audit.json"
+    assert json.loads(audit.read_text())["iteration"] == 2
+    assert text_run(tmp_path / "with", 3, resume=True) == without
+    found = json.loads(audit.read_text())
+    assert found["iteration"] == 3
+    assert found["settings"] == {"completions": 3, "continuations": 32, "states": 4}
+    assert "3 completions" in (tmp_path / "with" / "report.html").read_text(), "the page has its score"
+
+
+@pytest.mark.slow
+def test_an_agent_is_audited_at_the_end(any_length, tmp_path):
+    settings = AgentAuditConfig(at_end=False)
+    for name, changes in (("with", {}), ("without", {"audit": settings})):
+        ControlTrainer(control_config(tmp_path / name, 6, **changes)).train()
+    assert json.loads((tmp_path / "with" / "audit.json").read_text())["settings"]["episodes"] == 3
+    assert not (tmp_path / "without" / "audit.json").exists()
+    with_audit, without = (drop_keys(read_metrics(tmp_path / name), *TIMES) for name in ("with", "without"))
+    assert with_audit == without
+
+
+def test_a_short_run_says_that_it_has_no_audit(tmp_path, capsys):
+    text_run(tmp_path / "run", 1)
+    line = r"no audit at the end: it needs a run of \d+ s, to take less than 8 % of its time"
+    assert re.search(line, capsys.readouterr().out)
+    assert not (tmp_path / "run" / "audit.json").exists()
+
+
+def test_a_reward_that_fails_in_the_audit_leaves_the_run_as_it_is(any_length, tmp_path, capsys):
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(len(completions))
+        if len(calls) > 1:
+            raise ValueError("too many calls")
+        return [float(len(text)) for text in completions]
+
+    summary = PPOTrainer(reward_funcs=reward, args=text_config(tmp_path / "run")).train()
+    assert summary["stopped_by"] == "iterations"
+    assert "no audit at the end: " in capsys.readouterr().out
+    assert "too many calls" in (tmp_path / "run" / "events.jsonl").read_text()
+    assert (tmp_path / "run" / "report.html").exists()
