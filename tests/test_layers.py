@@ -1,6 +1,7 @@
 """The package's layers: no import goes upwards, and no files or folders import each other in a circle."""
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -38,7 +39,10 @@ def imported(path: Path) -> set[str]:
     return names & (set(MODULES) - {"tokencredit"})  # which has no layer, and only __version__
 
 
-IMPORTS = {name: imported(path) for name, path in MODULES.items() if name != "tokencredit"}  # which names all of it
+@cache
+def imports() -> dict[str, set[str]]:
+    """Those of each file but the package's own, which names all of it."""
+    return {name: imported(path) for name, path in MODULES.items() if name != "tokencredit"}
 
 
 def layer(module: str) -> int:
@@ -49,7 +53,7 @@ def layer(module: str) -> int:
 def folders(depth: int) -> dict[str, set[str]]:
     """Folders below the package at a depth, or files above it, by those from which they import."""
     graph: dict[str, set[str]] = {}
-    for name, others in IMPORTS.items():
+    for name, others in imports().items():
         here = ".".join(name.split(".")[:depth])
         graph.setdefault(here, set()).update({".".join(x.split(".")[:depth]) for x in others} - {here})
     return graph
@@ -61,7 +65,7 @@ def test_every_part_of_the_package_has_a_layer():
 
 
 def test_no_import_goes_upwards():
-    pairs = [(name, other) for name, others in IMPORTS.items() for other in others]
+    pairs = [(name, other) for name, others in imports().items() for other in others]
     beside = {"text", "control"}
     wrong = [pair for pair in pairs if layer(pair[1]) > layer(pair[0]) or {x.split(".")[1] for x in pair} == beside]
     assert wrong == []

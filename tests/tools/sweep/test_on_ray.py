@@ -15,12 +15,12 @@ from tokencredit.tools.sweep.sweep_file import read_sweep
 from tools.sweep.test_runner import LONG, sweep_file
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs Ray: pip install tokencredit[ray]")
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 
 @pytest.fixture(scope="module")
 def cluster():
+    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs Ray: pip install tokencredit[ray]")
     made = cluster_utils.Cluster(initialize_head=True, head_node_args=NODE)
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = made.address

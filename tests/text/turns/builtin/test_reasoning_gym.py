@@ -1,4 +1,5 @@
 import re
+from importlib.util import find_spec
 
 import pytest
 
@@ -10,7 +11,9 @@ from tokencredit.text.turns.builtin.reasoning_gym import AGAIN
 from tokencredit.text.turns.environments import load_environments
 from tokencredit.text.turns.protocols.episode import Reply
 
-pytest.importorskip("reasoning_gym", reason="needs reasoning-gym: pip install tokencredit[reasoning-gym]")
+pytestmark = pytest.mark.skipif(
+    find_spec("reasoning_gym") is None, reason="needs reasoning-gym: pip install tokencredit[reasoning-gym]"
+)
 
 
 def begun(name="chain_sum", row=None, seeds=(7,), **kwargs):
