@@ -28,7 +28,7 @@ train: .venv/installed-run  ## Train the built-in language model: the main job, 
 
 test: install lint  ## Lint, types and all tests
 	@$(MAKE) --no-print-directory --jobs 2 types compiled
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not proof"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not proof"
 
 proofs: install  ## The proofs that take too long for `make test`, with a line for each
 	$(BIN)/python -m pytest -n 2 -m proof -v --durations=0 --durations-min=1

@@ -3,7 +3,9 @@
 import gc
 import importlib.util
 import os
+import shlex
 import signal
+import sys
 
 # Tests run side by side, and their models are small: two threads each would mostly wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,6 +49,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_xdist_setupnodes(config, specs):
+    """Workers are forks of one process that has imported the libraries: each would need 10 seconds of a core for it."""
+    from helpers import warm
+
+    config.add_cleanup(warm.Listening().close)
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, warm.__file__])
 
 
 def pytest_collection_finish():

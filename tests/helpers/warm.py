@@ -1,9 +1,9 @@
 """Processes that start with PyTorch, Transformers and the package imported: forks of a process that did nothing else.
 
 The imports take 5 seconds of a core, the parsers of the commands one more, and a fork a hundredth of one. So tests
-start processes in this way where the start is not what they are about. This file is the program of the process that
-forks, too: it has one thread, so that its forks are as safe as new processes, and works on one request at a time, a
-line of JSON each.
+start processes in this way where the start is not what they are about, and the workers of pytest-xdist are such forks
+themselves. This file is the program of the process that forks, too: it has one thread, so that its forks are as safe as
+new processes. For each connection it forks a process that works on one request at a time, a line of JSON each.
 """
 
 import atexit
@@ -12,6 +12,7 @@ import faulthandler
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from functools import cache
 from pathlib import Path
 
 LIBRARIES = [
+    "hypothesis",
     "tokencredit.cli",
     "tokencredit.text.ppo_trainer",
     "torch.distributed.checkpoint",
@@ -30,22 +32,45 @@ LIBRARIES = [
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.gpt2.modeling_gpt2",
+    "scipy.stats",
+    "gymnasium",
 ]
+ADDRESS = "WARM_PROCESS"
+"""Variable with the path of the socket of the process that forks, if there is one."""
+
+
+class Listening:
+    """The process that forks, for this process and for those that it starts, until it is closed."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory()
+        os.environ[ADDRESS] = str(Path(self._folder.name) / "socket")
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        self._alive, theirs = socket.socketpair()
+        with socket.socket(socket.AF_UNIX) as listener, theirs:
+            listener.bind(os.environ[ADDRESS])
+            listener.listen()
+            files = listener.fileno(), theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, "listen", *map(str, files)],
+                pass_fds=files,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+            )
+
+    def close(self):
+        """Wait until all are gone; those that were asked for by others end with these."""
+        self._alive.close()
+        self._process.wait()
+        self._folder.cleanup()
 
 
 class Starter:
     """Starts processes and tells how they ended."""
 
     def __init__(self):
-        ours, theirs = socket.socketpair()
-        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-        )
-        theirs.close()
-        self._socket = ours
+        self._own = Listening() if ADDRESS not in os.environ else None
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(os.environ[ADDRESS])
         self._codes, self._owner = {}, os.getpid()
         atexit.register(self.close)
 
@@ -58,9 +83,9 @@ class Starter:
             answer += part
         return json.loads(answer)
 
-    def start(self, arguments, environment, cwd, out, err):
-        """The number of a new process that does what `python ARGUMENTS` would."""
-        pid = self._ask({"arguments": arguments, "environment": environment, "cwd": cwd}, (out, err))
+    def start(self, arguments, environment, cwd, *files):
+        """The number of a new process that does what `python ARGUMENTS` would, with its last standard files."""
+        pid = self._ask({"arguments": arguments, "environment": environment, "cwd": cwd}, files)
         self._codes.pop(pid, None)  # of an earlier process of this number
         return pid
 
@@ -73,9 +98,9 @@ class Starter:
     def close(self):
         """End; what still runs is killed."""
         if os.getpid() == self._owner:
-            self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
-            self._process.wait()
+            if self._own is not None:
+                self._own.close()
 
 
 @cache
@@ -213,6 +238,20 @@ def _signal(pids, number):
             os.kill(pid, number)
 
 
+def listen(listener, parent):
+    """Fork a process for each connection, until the parent is gone; returns the connection in forks."""
+    while parent not in select.select([listener, parent], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            parent.close()
+            return connection
+        connection.close()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
 def serve(connection):
     """Answer requests until the other side is gone; returns only in forks, with what they shall do."""
     running = set()
@@ -220,6 +259,8 @@ def serve(connection):
         request, files = _receive(connection)
         if request is None and files is None:
             _signal(running, signal.SIGKILL)
+            for pid in running:
+                os.waitpid(pid, 0)
             sys.exit()
         if request is None:
             ended = []
@@ -245,7 +286,7 @@ def _receive(connection):
     """A request and its files; None for both at the end."""
     text, files = b"", []
     while not text.endswith(b"\n"):
-        part, found, *_ = socket.recv_fds(connection, 65536, 2)
+        part, found, *_ = socket.recv_fds(connection, 65536, 3)
         if not part:
             return None, None
         text += part
@@ -258,7 +299,7 @@ def become(request, files):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
-    for number, file in enumerate(files, 1):
+    for number, file in enumerate(files, 3 - len(files)):
         os.dup2(file, number)
         os.close(file)
     faulthandler.register(signal.SIGUSR1, file=2)
@@ -281,7 +322,19 @@ def become(request, files):
         runpy.run_path(first, run_name="__main__")
 
 
-if __name__ == "__main__":
+def relay(options, *arguments):
+    """Be a process for pytest-xdist: a fork that has the standard files of this one."""
+    assert options == "-u"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the fork, which this process outlives
+    pid = starter().start(arguments, dict(os.environ), str(Path.cwd()), sys.stdin, sys.stdout, sys.stderr)
+    while starter().code(pid) is None:
+        time.sleep(0.1)
+    sys.exit(starter().code(pid))
+
+
+if __name__ == "__main__" and sys.argv[1] == "-u":
+    relay(*sys.argv[1:])
+elif __name__ == "__main__":
     import gc
     import importlib
 
@@ -294,4 +347,5 @@ if __name__ == "__main__":
     if Path("/proc/self/task").exists():
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not be in the forks"
     gc.freeze()
-    become(*serve(socket.socket(fileno=int(sys.argv[1]))))
+    if connection := listen(*(socket.socket(fileno=int(file)) for file in sys.argv[2:])):
+        become(*serve(connection))
