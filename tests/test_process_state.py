@@ -10,6 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from helpers.configs import quiet, quiet_agent, text_config
+from helpers.proofs import proofs
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.settings.control import (
     AgentConfig,
@@ -88,7 +89,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", [*MODES, "dtype"])
+@pytest.mark.parametrize("mode", ["inference_mode", "autocast", "dtype", *proofs("no_grad", "device")])
 def test_a_run_does_not_depend_on_the_modes_and_defaults_of_its_caller(mode, tmp_path):
     def rewards():
         trainer = PPOTrainer(args=text_config(tmp_path / str(len(list(tmp_path.iterdir())))))

@@ -206,13 +206,13 @@ def test_resuming_restores_python_numpy_and_torch_rng_state(tmp_path):
 
     where = ["whole"]
     random.seed(1), np.random.seed(1)
-    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "whole")).train()
+    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "whole", 2)).train()
     where = ["cut"]
     random.seed(1), np.random.seed(1)
     with pytest.raises(Killed):
-        die_in(PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut")), 2).train()
+        die_in(PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut", 2)), 2).train()
     random.seed(2), np.random.seed(2)
-    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut")).train(resume_from_checkpoint=True)
+    PPOTrainer(reward_funcs=judge, args=text(tmp_path / "cut", 2)).train(resume_from_checkpoint=True)
     assert seen["cut"][:2] == seen["whole"][:2]
     assert seen["cut"][2:] == seen["whole"][1:], "iteration 2 came twice"
 
@@ -286,9 +286,8 @@ def flipped(content):
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("manifest.json", half),
         (TENSORS, flipped),
-        *proofs(("state.json", half), (TENSORS, half), ("process-0.json", half)),
+        *proofs(("manifest.json", half), ("state.json", half), (TENSORS, half), ("process-0.json", half)),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(file, damage, whole, cut_in_3, tmp_path):
@@ -457,8 +456,8 @@ def test_an_iteration_whose_reward_failed_is_repeated_with_the_same_random_numbe
         return [len(completion) / 100 for completion in completions]
 
     terms = [Term("judge", 1.0, judge, retries=0)]
-    PPOTrainer(reward_funcs=terms, args=text(tmp_path / "whole")).train()
-    trainer = PPOTrainer(reward_funcs=terms, args=text(tmp_path / "cut"))
+    PPOTrainer(reward_funcs=terms, args=text(tmp_path / "whole", 2)).train()
+    trainer = PPOTrainer(reward_funcs=terms, args=text(tmp_path / "cut", 2))
     iteration = trainer.iteration
 
     def falling(number):
@@ -470,7 +469,7 @@ def test_an_iteration_whose_reward_failed_is_repeated_with_the_same_random_numbe
         trainer.train()
     down[0] = False
     assert (tmp_path / "cut" / "checkpoints" / "000001").is_dir()
-    PPOTrainer(reward_funcs=terms, args=text(tmp_path / "cut")).train(resume_from_checkpoint=True)
+    PPOTrainer(reward_funcs=terms, args=text(tmp_path / "cut", 2)).train(resume_from_checkpoint=True)
     assert_same(tmp_path / "whole", tmp_path / "cut")
 
 

@@ -47,7 +47,7 @@ def models(model_folders, tokenizer, tmp_path_factory):
     return folder
 
 
-PROOFS = ("tapped", "truncated", "requests", "continued")
+PROOFS = ("tapped", "truncated", "requests", "continued", "wrapped", "ensemble")
 
 
 def compared(models, folder, cases):
@@ -91,9 +91,15 @@ def test_rollouts_losses_and_gradients_equal_those_of_whole_models(request, case
 
 @slow
 @NEEDS_GLOO
-def test_the_trunk_of_each_separate_critic_is_sharded_by_itself(results):
-    case = results[1][0]
-    assert case["separate"]["sharded"] == ["FSDPLlamaForCausalLM", "FSDPLlamaModel"]
+def test_the_trunk_of_a_separate_critic_is_sharded_by_itself(results):
+    assert results[1][0]["separate"]["sharded"] == ["FSDPLlamaForCausalLM", "FSDPLlamaModel"]
+
+
+@pytest.mark.proof
+@slow
+@NEEDS_GLOO
+def test_the_trunks_of_wrapped_and_several_critics_are_sharded_by_themselves(proofs):
+    case = proofs[1][0]
     assert case["wrapped"]["sharded"] == ["FSDPOPTForCausalLM", "FSDPOPTDecoder"]
     assert case["ensemble"]["sharded"] == ["FSDPGPT2LMHeadModel", "FSDPGPT2Model", "FSDPGPT2Model"]
 

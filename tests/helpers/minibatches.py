@@ -64,7 +64,7 @@ SEPARATE = {
     "Muon": {"optimizer": "muon"},
 }
 """Settings with an actor and a critic that are sharded if there are several processes."""
-REMEMBERS = {"optimizer": "muon", "critic_epochs": 1, "critic_buffer": 2}
+REMEMBERS = {"optimizer": "muon", "minibatches": 2, "critic_epochs": 1, "critic_buffer": 2}
 """Settings of a learner whose moments, generator and buffer a checkpoint has to keep."""
 
 
@@ -243,10 +243,17 @@ def rows_of_minibatches(processes):
     return parts
 
 
+def compared(processes, cases):
+    """Two updates of each case, from this process."""
+    return {
+        name: updated(processes, *CASES[name]) if name in CASES else updated_separately(processes, SEPARATE[name])
+        for name in cases
+    }
+
+
 def results(processes):
-    """Everything, from this process."""
-    answer = {name: updated(processes, *case) for name, case in CASES.items()}
-    answer |= {name: updated_separately(processes, settings) for name, settings in SEPARATE.items()}
+    """What is no case, from this process."""
+    answer = {}
 
     def table(**settings):
         return learner_of(processes, {}, settings)
@@ -285,8 +292,10 @@ def gone_on(processes, folder):
 
 
 if __name__ == "__main__":
-    together, place = Processes(), Path(sys.argv[1])
-    answer = results(together) | {"saved": saved(together, place / "of-three")}
-    answer["gone on"] = gone_on(together, place / "of-one")
+    together, place, cases = Processes(), Path(sys.argv[1]), sys.argv[2:]
+    answer = compared(together, cases)
+    if (place / "of-one").is_dir():
+        answer |= results(together) | {"saved": saved(together, place / "of-three")}
+        answer["gone on"] = gone_on(together, place / "of-one")
     (place / f"{together.rank}.json").write_text(json.dumps(answer))
     together.close()

@@ -33,7 +33,7 @@ KINDS = {
     "everything": {
         "rollout": RolloutConfig(batch_size=16, max_new_tokens=12, top_p=0.9),
         "off_policy": OffPolicyConfig(correct="clip", level="geometric", bounds=[0.96, 2.0]),
-        "ppo": UpdateConfig(epochs=2, minibatches=5, micro_batch_tokens=48, target_kl=0.05),
+        "ppo": UpdateConfig(epochs=2, minibatches=3, micro_batch_tokens=96, target_kl=0.05),
         "advantage": AdvantageConfig(whiten="minibatch"),
         "critic": CriticConfig(pretrain=2, places=[0.3, 0.6, 0.9], epochs=1, buffer=2),
         "eval": EvalConfig(every=2, samples=7, max_new_tokens=8),

@@ -20,6 +20,14 @@ pytestmark = [
 ]
 
 
+PROOFS = (
+    *("whitened minibatches", "target KL", "fewer rows than processes", "constant reduction", "by sequence", "DPPO"),
+    *("importance weights", "separate critic, micro-batches", "separate critic, not clipped"),
+    "separate critic, whitened",
+)
+EVERY = (*minibatches.CASES, *minibatches.SEPARATE)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("three")
@@ -29,20 +37,31 @@ def folder(tmp_path_factory):
 def one(folder):
     alone = Processes()
     answer = minibatches.results(alone) | {"saved": minibatches.saved(alone, folder / "of-one")}
-    return json.loads(json.dumps(answer))
+    return json.loads(json.dumps(answer | minibatches.compared(alone, EVERY)))
 
 
 @pytest.fixture(scope="module")
 def three(folder, one):
-    """Results of each of three processes."""
-    done = together(3, Path(minibatches.__file__), folder, ACCELERATE_USE_CPU="true")
+    """Results of each of three processes, without those of the proofs."""
+    return started(folder, [case for case in EVERY if case not in PROOFS])
+
+
+@pytest.fixture(scope="module")
+def proofs(tmp_path_factory):
+    return started(tmp_path_factory.mktemp("three"), PROOFS)
+
+
+def started(folder, cases):
+    done = together(3, Path(minibatches.__file__), folder, *cases, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 
-@pytest.mark.parametrize("case", [*minibatches.CASES, *minibatches.SEPARATE])
-def test_three_processes_take_the_steps_of_one(case, one, three):
-    for process in three:
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.proof if case in PROOFS else ()) for case in EVERY]
+)
+def test_three_processes_take_the_steps_of_one(case, one, request):
+    for process in request.getfixturevalue("proofs" if case in PROOFS else "three"):
         for metrics, expected in zip(process[case]["metrics"], one[case]["metrics"], strict=True):
             assert metrics == pytest.approx(expected, rel=2e-6, abs=1e-6)
         for weights, expected in zip(process[case]["weights"], one[case]["weights"], strict=True):

@@ -208,6 +208,7 @@ def test_a_metric_of_few_iterations_is_drawn_with_marks(browser, audited_folder)
     assert modes["kl (nats per sequence)"] == [["lines", False]]
 
 
+@pytest.mark.proof
 def test_the_browser_shows_charts_with_titles_and_the_what_if_table_with_the_truth(browser, audited_folder):
     opened(browser, audited_folder)
     for chart in ("estimators", "reliability"):

@@ -124,6 +124,7 @@ def test_the_page_fits_narrow_and_wide_windows_in_light_and_dark(browser, run_fo
         assert contrast(ink, ground) > 7
 
 
+@pytest.mark.proof
 def test_a_single_evaluation_is_visible_and_names_of_metrics_are_text(browser, run_folder, place):
     def evaluated(row):
         named = {"reward/<b>x</b>&lt;": 1.0, "eval/reward/<b>x</b>&lt;": 2.0}
@@ -156,6 +157,7 @@ def test_hostile_output_does_nothing(browser, run_folder, place):
     assert complaints(browser) == []
 
 
+@pytest.mark.proof
 def test_the_page_of_a_run_without_a_critic_has_no_console_messages(browser, run_folder, place):
     copy = shutil.copytree(run_folder, place / "copy")
     rows = read_jsonl(copy / "samples.jsonl")
@@ -186,6 +188,7 @@ def copied(run_folder, path, samples=lambda row: row, metrics=lambda row: row):
     return copy
 
 
+@pytest.mark.proof
 def test_the_page_opens_on_iterations_that_vary_each_on_its_own_scale(browser, run_folder, place):
     largest = {1: 0.001, 2: 0.4, 3: 4.0}
 
@@ -220,6 +223,7 @@ def test_reward_and_completions_are_on_the_first_screen(browser, run_folder, vie
     assert shown.startswith(two_digits(round(after["reward"], 4)))
 
 
+@pytest.mark.proof
 def test_a_run_of_one_iteration_has_one_column_and_points(browser, run_folder, place):
     copy = shutil.copytree(run_folder, place / "copy")
     for name in ("samples", "metrics"):

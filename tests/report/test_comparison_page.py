@@ -125,6 +125,7 @@ def test_the_axis_can_be_chosen(browser, page, runs):
     assert complaints(browser) == []
 
 
+@pytest.mark.proof
 def test_curves_can_be_left_out(browser, page):
     opened(browser, page)
     browser.find_element(By.ID, "group1").click()
@@ -260,6 +261,7 @@ def test_a_metric_of_one_iteration_has_its_points(browser, audited_folder, run_f
         write_comparison([runs[0], run_folder], metric="audit/noise", out=place / "out")
 
 
+@pytest.mark.proof
 def test_links_lead_to_the_reports_of_the_runs(browser, repeat, place):
     one, other, without = repeat("javascript:a %41#?", more=1.0), repeat("plain", lr=2e-4), repeat("none", lr=3e-4)
     (without / "report.html").unlink()

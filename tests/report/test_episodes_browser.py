@@ -132,6 +132,7 @@ def test_a_long_observation_is_folded(read):
     fold.find_element(By.TAG_NAME, "summary").click()  # closed, as others read it
 
 
+@pytest.mark.proof
 def test_the_scale_and_the_figures_are_of_acted_tokens(page):
     sample = grid()
     for name in ("advantages", "rewards", "values"):
@@ -144,6 +145,7 @@ def test_the_scale_and_the_figures_are_of_acted_tokens(page):
     assert texts(browser, "#pane0 .turn .credit") == ["credit -0.40", "credit +0.40"], "whatever is shaded"
 
 
+@pytest.mark.proof
 def test_with_turns_as_steps_the_line_has_a_value_per_turn(page):
     browser = page(grid(), unit="turn")
     line = browser.find_element(By.CSS_SELECTOR, "#pane0 .line polyline").get_attribute("points")
@@ -155,6 +157,7 @@ def test_with_turns_as_steps_the_line_has_a_value_per_turn(page):
     assert complaints(browser) == []
 
 
+@pytest.mark.proof
 def test_a_long_prompt_is_folded_behind_its_end(page):
     browser = page(grid(prompt="system: You have tools.\n" * 50 + "user: Where is the goal?\nassistant:"))
     (fold,) = all_of(browser, "#pane0 details")

@@ -203,6 +203,7 @@ def test_odd_tokens_stay_text(browser, opened):
     assert complaints(browser) == []
 
 
+@pytest.mark.proof
 def test_a_page_without_critic_and_attention_weights_has_no_console_messages(browser, opened):
     look = inspection(critic=False)
     look["attention"]["heads"] = []

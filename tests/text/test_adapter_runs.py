@@ -188,7 +188,8 @@ def test_a_model_from_python_has_no_folder_to_be_evaluated_from(first, tmp_path,
     assert "reward" in said
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.proof), 4])
+@pytest.mark.proof  # models/test_adapters.py: a merged adapter
+@pytest.mark.parametrize("rank", [0, 4])
 def test_a_run_that_merges_begins_where_the_adapter_ended(rank, first, tmp_path):
     _, summary = first
     run = tmp_path / "run"

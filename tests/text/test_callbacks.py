@@ -6,6 +6,7 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from helpers.commands import imported
+from helpers.proofs import proofs
 from helpers.runs import metrics
 from tokencredit import Callback, ConfigError, PPOConfig, PPOTrainer
 from tokencredit.errors import RunStopped
@@ -144,7 +145,7 @@ def test_the_trainer_calls_each_method_in_turn(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", ["before_update", "after_update", "before_evaluation", "after_iteration"])
+@pytest.mark.parametrize("event", ["before_update", "after_iteration", *proofs("after_update", "before_evaluation")])
 def test_an_iteration_whose_callback_fails_is_resumed_after_its_update(event, tmp_path):
     """As a run that was never stopped, whose iteration 3 lacks no more than its evaluation."""
 

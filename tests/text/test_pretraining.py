@@ -245,7 +245,7 @@ def undisturbed(tmp_path_factory):
         pytest.param(2, Killed, id="killed in it"),
         pytest.param(4, Killed, id="killed in iteration 1", marks=pytest.mark.proof),
         pytest.param(2, KeyboardInterrupt, id="Ctrl-C in it", marks=pytest.mark.proof),
-        pytest.param(3, KeyboardInterrupt, id="Ctrl-C in its last batch"),
+        pytest.param(3, KeyboardInterrupt, id="Ctrl-C in its last batch", marks=pytest.mark.proof),
     ],
 )
 def test_a_run_that_is_cut_short_in_it_ends_as_one_that_was_not(batch, end, undisturbed, tmp_path):

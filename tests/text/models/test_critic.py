@@ -213,6 +213,7 @@ def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_
 def test_every_loss_fits_the_returns(loss, kind, tmp_path):
     options = {"epochs": 60} if loss == "histogram" else {"epochs": 150, "clip": None, "huber_delta": 0.1}
     changes = FIT | {"critic": CriticConfig(kind=kind, lr=1e-2, loss=loss, **options)}
+    changes["ppo"] = UpdateConfig(epochs=2, minibatches=1)
     trainer = PPOTrainer(args=small(tmp_path, **changes))
     scored = trainer.collect()
     batch, experience = trainer.credit.give(scored)

@@ -173,6 +173,7 @@ def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_pat
     assert read_sweep(file, configure)[0].state() == "to resume"
 
 
+@pytest.mark.proof  # above: a sweep killed twice
 @pytest.mark.slow
 def test_what_a_kill_left_before_the_first_iteration_is_tidied(tmp_path):
     (run,) = read_sweep(sweep_file(tmp_path), configure)

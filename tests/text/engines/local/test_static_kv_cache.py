@@ -39,7 +39,7 @@ def build(kind, tokenizer, **shape):
     return model
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=["gpt2", "qwen3", *proofs("gpt_neox")])
 def model(request, tokenizer):
     return build(request.param, tokenizer)
 
