@@ -74,6 +74,16 @@ def test_generate_and_evaluate_sample_with_the_engine_of_the_option(run, monkeyp
 
 
 @pytest.mark.slow
+def test_limit_samples_the_reference_of_a_run_or_of_a_configuration(run, capfd):
+    assert main(["limit", str(run[0]), "--samples", "64"]) == 0
+    of_run = capfd.readouterr().out.splitlines()
+    assert of_run[0].startswith("J* ")
+    assert any(line.startswith("the run has reached") for line in of_run)
+    assert main(["limit", "--config", str(run[0] / "config.yaml"), "--samples", "64", "--kl.coef", "0.1"]) == 0
+    assert "the largest reward − 0.1 · KL" in capfd.readouterr().out
+
+
+@pytest.mark.slow
 def test_report_and_doctor_read_the_run(run, capfd):
     folder, _ = run
     (folder / "report.html").unlink()
@@ -157,6 +167,12 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["generate"], "generate needs RUN, the folder of a run"),
         (["compare"], "compare needs RUN, the folder of each run"),
         (["sweep"], "sweep needs FILE, a sweep file"),
+        (["limit", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
+        (
+            ["limit", "x", "--kl.coef", "1"],
+            "RUN and settings are both given; leave RUN out, and give --config x/config",
+        ),
+        (["limit", "--kl.coef", "0"], "no limit: kl.coef is 0"),
         (["train", "--rollout.stop", ""], "rollout.stop is ''; it must be a list of texts"),
         (["train", "--config", str(Path.cwd())], f"--config: '{Path.cwd()}' is not a file"),
         (["train", "--lr", "1"], "unknown key lr; did you mean critic.lr or optim.lr?"),

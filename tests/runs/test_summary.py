@@ -48,6 +48,7 @@ def test_a_summary_has_attributes_and_is_a_mapping_of_the_same():
         "reward_first": 1.0,
         "reward_last": 5.0,
         "kl_last": 8 / 3,
+        "attainable_last": None,
         "iterations": 7,
         "seconds": 35.0,
         "tokens_per_second": 2.0,
@@ -57,7 +58,7 @@ def test_a_summary_has_attributes_and_is_a_mapping_of_the_same():
     assert list(summary) == list(expected)
     assert summary == expected
     assert json.loads(json.dumps(dict(summary))) == summary
-    assert len(summary) == 7
+    assert len(summary) == 8
     with pytest.raises(KeyError):
         summary["folder"]
     with pytest.raises(AttributeError):
@@ -71,11 +72,28 @@ def test_an_agents_summary_has_the_names_of_its_world():
         "average_return_first": 20.0,
         "average_return_last": 20.0,
         "kl_last": None,
+        "attainable_last": None,
         "iterations": 2,
         "seconds": 2.0,
         "steps_per_second": 512.0,
         "stopped_by": "iterations",
     }
+
+
+@pytest.mark.parametrize(
+    ("few", "pooled", "said"),
+    [(0, 0, "110 % of what"), (1, 0, "at most 100 % of"), (0, 1, "at least 110 % of"), (1, 1, "about 100 % of")],
+)
+def test_the_share_of_the_attainable_is_said_with_its_bound(few, pooled, said):
+    rows = history(
+        **{"reward": [0.0, 1.0], "attainable": [0.0, 1.1], "limit/few": [few, None], "limit/pooled": [pooled, None]}
+    )
+    summary = summarise(rows, TEXT, Path("x"), 1.0, "iterations")
+    assert summary["attainable_last"] == 1.1
+    assert summary.attained.startswith(said)
+    rows.priced = 1
+    summary = summarise(rows, TEXT, Path("x"), 1.0, "iterations")
+    assert (summary["attainable_last"], summary.attained) == (None, None)
 
 
 def test_a_run_without_an_iteration_has_no_outcome():

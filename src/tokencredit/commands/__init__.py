@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Options], None]]] = {
     "pairs": (label.pairs_parser, label.pairs),
     "label": (label.label_parser, label.label),
     "audit": (run_reports.audit_parser, run_reports.audit),
+    "limit": (run_reports.limit_parser, run_reports.limit),
     "inspect": (run_reports.inspect_parser, run_reports.inspect),
     "play": (run_reports.play_parser, run_reports.play),
     "report": (run_reports.report_parser, run_reports.report),

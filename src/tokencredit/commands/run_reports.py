@@ -1,8 +1,9 @@
-"""Commands on finished runs: `audit`, `inspect`, `play`, `report`, `compare` and `doctor`."""
+"""Commands on finished runs: `audit`, `limit`, `inspect`, `play`, `report`, `compare` and `doctor`."""
 
 from __future__ import annotations
 
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tokencredit.settings.command_line import (
     Options,
     Parser,
     new_command,
+    to_config,
 )
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
+from tokencredit.settings.fields import at_home, refuse_unused
 from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import CONTROL, read_config, read_policy_config, run_config_file, run_kind_of
 from tokencredit.settings.text import PPOConfig
@@ -77,6 +80,35 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
     disable_progress_bar()
     settings = AuditConfig(completions=options.completions, **{"states": None, **shared})
     return audit_run(run, config, settings, options.checkpoint)
+
+
+def limit_parser() -> Parser:
+    """The parser of `tokencredit limit`."""
+    parser = new_command("Estimate the best that any policy can reach at the run's KL price.", kind=PPOConfig)
+    parser.add_argument("of", nargs="?", metavar="RUN", help="Folder of a run; or give --config FILE and keys.")
+    parser.add_argument(
+        "--samples", type=POSITIVE_INT, default=1024, help="Least completions of the reference; by default 1024."
+    )
+    return parser
+
+
+def limit(options: Options) -> None:
+    """Run `tokencredit limit`."""
+    run = None if options.of is None else Path(at_home(options.of))
+    if run is not None and options.given:
+        raise ConfigError(f"RUN and settings are both given; leave RUN out, and give --config {run / 'config.yaml'}")
+    if run is None:
+        config = to_config(options, PPOConfig)
+        refuse_unused(config, rows=())
+    else:
+        config = read_config(run / "config.yaml", PPOConfig, options.no_code)
+        config = replace(config, run=replace(config.run, dir=str(run)))
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.tools import limit_run
+
+    disable_progress_bar()
+    limit_run.limit(config, options.samples, run)
 
 
 def play_parser() -> Parser:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokencredit.core.critic_free import *
     from tokencredit.core.episodes import *
     from tokencredit.core.estimator_table import *
+    from tokencredit.core.kl_limit import *
     from tokencredit.core.logprobs import *
     from tokencredit.core.losses import *
     from tokencredit.core.masked import *
@@ -30,6 +31,7 @@ _NAMES = {
     "critic_free": "group_relative leave_one_out reward_to_go total_return uniform",
     "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
     "estimator_table": "ESTIMATORS Estimator",
+    "kl_limit": "Attainable attainable",
     "logprobs": "token_kl token_logprobs token_loss token_stats truncated_logprobs",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
     "reduction_count smoothed_histogram sparse_mask token_weights total_loss value_loss weighted_sum",

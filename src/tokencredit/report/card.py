@@ -55,6 +55,11 @@ def model_card(
             if "kl_last" in figures
             else ""
         )
+        + (
+            "; `attainable_last` is the estimated share of what the reward allows at this KL price"
+            if "attainable_last" in figures
+            else ""
+        )
         + ".\n"
     )
 

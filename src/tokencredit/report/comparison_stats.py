@@ -273,6 +273,7 @@ def outcomes(groups: Sequence[RunGroup], metric: str) -> tuple[list[str], list[l
             column(run, run_kind.evaluation), default=None
         ),
         "kl, last": lambda run: final_mean(run.metrics, "kl"),
+        "attainable, last": lambda run: final_mean(run.metrics, "attainable"),
         "log_ratio, last": lambda run: final_mean(run.metrics, "log_ratio"),
         f"{run_kind.length}, last": lambda run: final_mean(run.metrics, run_kind.length),
         "seconds": lambda run: sum(column(run, "seconds")),

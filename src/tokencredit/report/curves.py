@@ -12,7 +12,7 @@ from tokencredit.runs.untrusted import visible
 POINTS = 1000
 """Maximum points per curve; longer ones show means of neighbours."""
 SECTIONS = {
-    "Reward": ("reward", "average_return", "std_return"),
+    "Reward": ("reward", "objective", "attainable", "average_return", "std_return"),
     "Distance from the reference": ("kl", "log_ratio", "ref_logprob"),
     "Exploration": ("entropy", "distinct", "repetition"),
     "Ratio and clipping": ("clip_fraction", "approx_kl", "ratio", "first_ratio", "behavior", "weight"),
@@ -29,6 +29,8 @@ SECTIONS = {
     "Time": ("seconds", "tokens", "tokens_per_second", "steps_per_second", "total_steps"),
 }
 """Sections of charts, by prefixes of the charts' names; the others come last."""
+NO_CURVE = ("iteration", "limit/")
+"""Beginnings of names without a curve; the estimate of the attainable stands in one iteration."""
 SHARED = {
     "best": "reward",
     "distinct_2": "distinct",
@@ -53,6 +55,8 @@ SHARED = {
 FAMILIES = ("seconds", "reward_corr", "env/ending")
 """Families `NAME/…` on one chart."""
 UNITS = {
+    "objective": "reward − KL price · KL",
+    "attainable": "share of what the reward allows at the KL price",
     "kl": "nats per sequence",
     "log_ratio": "nats per sequence",
     "ref_logprob": "nats per token",
@@ -84,7 +88,7 @@ def sections(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[s
     None stands for missing values. A metric that equals its total has no line: a reward's only term, the best of one
     completion per prompt.
     """
-    names = dict.fromkeys(name for row in metrics for name in row if name != "iteration")
+    names = dict.fromkeys(name for row in metrics for name in row if not name.startswith(NO_CURVE))
     width = math.ceil(len(metrics) / POINTS)
     blocks = [metrics[start : start + width] for start in range(0, len(metrics), width)]
     x = [block[-1]["iteration"] for block in blocks]

@@ -18,8 +18,8 @@ from tokencredit.report.templating import fill, readable, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import RunFolder, read_python
-from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PROBLEMS, SCORED
-from tokencredit.runs.summary import WINDOW, averaged, final_mean, iterations_in, mean
+from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PRICED, PROBLEMS, SCORED, scored_anew
+from tokencredit.runs.summary import WINDOW, attained, averaged, final_mean, iterations_in, mean
 from tokencredit.runs.transcript import acted, speeches, written
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
@@ -134,6 +134,8 @@ def story(run: Run) -> list[tuple[str, str]]:
         entries.append(
             ("log-ratio to the reference", f"{two_digits(log_ratio)} nats per sequence, of filtered or older samples")
         )
+    if (share := attained(metrics)) is not None and not scored_anew(run.changes, PRICED):
+        entries.append(("reached", share))
     entries.append(("time", iterations_in(len(metrics), seconds)))
     stopped = run.summary.get("stopped_by")
     if stopped is None:

@@ -195,6 +195,8 @@ class Screen:
                 f"{iterations_in(summary.iterations, summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.run_kind.unit} per second)"
             )
+        if summary.attained is not None:
+            self.say(summary.attained)
         if summary.stopped_by != "iterations":
             self.say(f"stopped by: {summary.stopped_by}")
 

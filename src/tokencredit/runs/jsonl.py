@@ -31,6 +31,8 @@ ENDINGS = {
 EVENTS = "events.jsonl"
 SCORED = ("reward", "prompts", "train_dataset", "tools", "env.factory", "environment_factory")
 """Beginnings of settings and arguments without which scores cannot be compared."""
+PRICED = (*SCORED, "score.", "rollout.", "kl.")
+"""The same for the attainable: a change of one of these moves it."""
 PROBLEMS = {
     "malformed": "a tool call could not be parsed",
     "failed": "a call failed",
@@ -163,9 +165,9 @@ def read_changes(file: Path) -> list[tuple[int, str]]:
     return changes
 
 
-def scored_anew(changes: Sequence[tuple[int, str]]) -> int:
+def scored_anew(changes: Sequence[tuple[int, str]], keys: tuple[str, ...] = SCORED) -> int:
     """The iteration after which scores are of another reward, or of other prompts, than those before it."""
-    return max((after for after, key in changes if key.startswith(SCORED)), default=0)
+    return max((after for after, key in changes if key.startswith(keys)), default=0)
 
 
 def read_samples(file: Path, iterations: Collection[int]) -> list[dict[str, Any]]:

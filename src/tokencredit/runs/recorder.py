@@ -26,7 +26,7 @@ from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
 from tokencredit.runs.folder import CHOICES, JOB, PYTHON, RunFolder, apply_choices, beside, replacing
-from tokencredit.runs.jsonl import EVENTS, read_changes, read_metrics, read_samples, scored_anew
+from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
 from tokencredit.runs.resuming import LINES, allowed_changes, changes_since, for_trainer, newest, saved
 from tokencredit.runs.summary import History, Summary, summarise
 from tokencredit.runs.trackers import Trackers
@@ -178,8 +178,8 @@ class RunRecord:
         `changed` is what has changed now, after `done` iterations.
         """
         self.history, self.best, self.best_iteration = History(), -math.inf, 0
-        earlier = read_changes(self.folder.path / EVENTS)
-        self.history.since = scored_anew([*earlier, *((done, key) for key in changed)])
+        changes = [*read_changes(self.folder.path / EVENTS), *((done, key) for key in changed)]
+        self.history.since, self.history.priced = scored_anew(changes), scored_anew(changes, PRICED)
         for row in read_metrics(self.folder.path / "metrics.jsonl"):
             self.history.append(row)
             if len(self.history) > self.history.since:

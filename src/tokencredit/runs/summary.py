@@ -30,6 +30,8 @@ class History(Sequence[Row]):
         self._rows = 0
         self.since = 0
         """Rows before the last change of what is scored."""
+        self.priced = 0
+        """Rows before the last change of what the attainable depends on."""
 
     def append(self, row: Mapping[str, float | None]) -> None:
         """Add a row."""
@@ -82,6 +84,25 @@ def final_mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return mean(row.get(name) for row in rows[-final_window(len(rows)) :])
 
 
+def attained(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Share of the attainable over the last of a run's iterations, in words; None where it is not known."""
+    share = final_mean(rows, "attainable")
+    if share is None:
+        return None
+    few, pooled = (bool(rows[0].get(f"limit/{name}")) for name in ("few", "pooled"))
+    return of_attainable(share, few=few, pooled=pooled)
+
+
+def of_attainable(share: float, *, few: bool, pooled: bool) -> str:
+    """A share of the attainable in words; `few` and `pooled` as in `core.kl_limit.Attainable`."""
+    share = min(share, 1.0) if few else share
+    bound = "about " if few and pooled else "at most " if few else "at least " if pooled else ""
+    reasons = ["too few samples of the reference have such rewards, so that its limit is a lower bound"] * few
+    reasons += ["its prompts have too few samples each and count as one, so that its limit is an upper bound"] * pooled
+    why = f" ({'; '.join(reasons)}; tokencredit limit takes more)" if reasons else ""
+    return f"{bound}{100 * share:.0f} % of what this reward allows at this KL price{why}"
+
+
 @dataclass(frozen=True, eq=False)
 class Summary(Mapping[str, Any]):
     """The outcome of a run.
@@ -111,6 +132,10 @@ class Summary(Mapping[str, Any]):
     """The kind of run, which names the keys of the mapping."""
     since: int = 0
     """Iterations before the reward or the prompts changed, which `first` and `last` leave out."""
+    attainable_last: float | None = None
+    """Share of the attainable over the same iterations as `last`; None where it is not known (docs/training.md)."""
+    attained: str | None = field(default=None, repr=False)
+    """The same in words, with its bound."""
 
     def __getitem__(self, key: str) -> Any:
         return self._entries()[key]
@@ -127,6 +152,7 @@ class Summary(Mapping[str, Any]):
             f"{name}_first": self.first,
             f"{name}_last": self.last,
             "kl_last": self.kl_last,
+            "attainable_last": self.attainable_last,
             "iterations": self.iterations,
             "seconds": self.seconds,
             f"{self.run_kind.unit}_per_second": self.per_second,
@@ -148,6 +174,8 @@ def summarise(history: History, run_kind: RunKind, folder: Path, seconds: float,
         stopped_by=stopped_by,
         run_kind=run_kind,
         since=history.since,
+        attainable_last=None if history.priced else final_mean(history, "attainable"),
+        attained=None if history.priced else attained(history),
     )
 
 

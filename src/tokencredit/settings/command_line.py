@@ -151,7 +151,8 @@ class Parser(argparse.ArgumentParser):
             for action in self._actions
             if action.option_strings and not isinstance(action, Given | argparse._HelpAction)
         }
-        options = {"--config FILE": CONFIG_HELP, **options}
+        places = {str(action.metavar): action.help for action in self._actions if not action.option_strings}
+        options = {**places, "--config FILE": CONFIG_HELP, **options}
         options["--help GROUP"] = "Show the keys of a group, such as optim, in full; all for everything."
         first = {flag: text for key in keys for flag, text in rows.items() if flag.split()[0] == f"--{key}"}
         groups = dict.fromkeys(key.partition(".")[0] for key in settings_of(self.kind) if "." in key)
@@ -159,7 +160,15 @@ class Parser(argparse.ArgumentParser):
         more = f"More keys of these groups{', and of ' if further else ''}{', '.join(further)}"
         return "\n".join(
             [
-                *(f"usage: tokencredit {self.command} [--config FILE] [--KEY VALUE ...]", "", str(self.description)),
+                " ".join(
+                    [
+                        "usage: tokencredit",
+                        self.command,
+                        *(f"[{name}]" for name in places),
+                        "[--config FILE] [--KEY VALUE ...]",
+                    ]
+                ),
+                *("", str(self.description)),
                 *("", "options:", *table(first_sentences(options)), ""),
                 *("the keys that are changed first, with their defaults:", *table(first_sentences(first)), ""),
                 *(f"{more}: tokencredit {self.command} --help all", ""),

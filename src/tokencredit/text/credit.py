@@ -177,6 +177,10 @@ class Credit:
         turns = self._turns(rollout)
         return rollout.mask if turns is None else turns.first
 
+    def totals(self, scored: Batch) -> Tensor:
+        """Reward of each completion, `[batch]`: with `score.clip` and penalties, without the KL's and normalisation."""
+        return self._rewards(scored, scored.scores)[0].sum(1)
+
     def returns(self, scored: Batch, scale: ScoreScale) -> Tensor:
         """Sampled returns `[batch, time]`, the discounted sums of rewards; running state is not updated."""
         score_rewards, kl_rewards = self._rewards(scored, scale(scored.scores))

@@ -37,6 +37,7 @@ from tokencredit.text import ppo_setup as setup
 from tokencredit.text.ahead import CurrentPolicy, SamplesAhead
 from tokencredit.text.audit.completion_auditor import CompletionAuditor
 from tokencredit.text.audit.continuations import continuation_targets
+from tokencredit.text.audit.limit import limit_metrics
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
@@ -177,9 +178,8 @@ class PPOTrainer:
                 computed, a file could not be written, or memory ran out. The policy trained so far is saved.
             KeyboardInterrupt: raised again after the policy is saved; a second Ctrl-C skips saving.
         """
-        for prompts in dict.fromkeys([self.prompts, self.eval_prompts]):
-            if (line := prompts.dropped()) is not None:
-                self.record.screen.say(line)
+        for line in filter(None, (prompts.dropped() for prompts in dict.fromkeys([self.prompts, self.eval_prompts]))):
+            self.record.screen.say(line)
         reserve = nbytes(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
         with rng.isolated():
             rng.set_torch_state(self.rng)
@@ -242,6 +242,7 @@ class PPOTrainer:
             else:
                 # The batch is measured before it is learned from.
                 metrics |= batch.metrics(self.processes) | self.credit.metrics()
+                metrics |= limit_metrics(batch, metrics.get("kl"), self.credit, self.processes, self.record.history)
                 # 3. Update policy and critic, and give the engine their weights.
                 metrics |= self.update(number, batch, experience, metrics.get("kl"))
                 samples += self._samples(number, batch)
@@ -398,5 +399,5 @@ class PPOTrainer:
         prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None
         player = self.pipeline.player
         environment = None if player is None else player.environments.name
-        card = model_card(self.args, [term.name for term in self.pipeline.terms], summary, prompts, environment)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        terms = [term.name for term in self.pipeline.terms]
+        (folder / "README.md").write_text(model_card(self.args, terms, summary, prompts, environment), encoding="utf-8")

@@ -1,0 +1,101 @@
+"""`tokencredit limit`: the best that any policy can reach at a KL price, from samples of the reference."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from tokencredit.core.kl_limit import Attainable, attainable
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.learn.rng import preserved
+from tokencredit.report.reading import NoIteration, read_run
+from tokencredit.runs.folder import read_python
+from tokencredit.runs.resuming import started_from
+from tokencredit.runs.summary import count, figure, final_mean, of_attainable
+from tokencredit.settings.run_kind import with_engine
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.audit.limit import obstacle, prompt_numbers
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.evaluation import SEED_OFFSET
+from tokencredit.text.models.model_loading import check_origin
+from tokencredit.text.pipeline import UnusableBatch
+from tokencredit.text.ppo_trainer import PPOTrainer
+
+PER_PROMPT = 64
+"""Least completions per prompt: of a data set so many fewer prompts are taken, for each has an optimum of its own."""
+
+
+def limit(config: PPOConfig, samples: int, run: Path | None = None) -> Attainable:
+    """Sample the reference of a run, or of the run that a configuration would train, and print its optimum.
+
+    Raises:
+        ConfigError: the attainable means nothing with these settings, or the model that the run began with is not
+            there.
+        RunStopped: a reward is not finite.
+    """
+    config = with_engine(config)
+    if reason := obstacle(config):
+        raise ConfigError(f"no limit: {reason}")
+    if run is not None and (given := read_python(run)):
+        raise ConfigError(
+            f"{str(run)!r} was begun in Python with {', '.join(given)}, which its folder does not hold; its first "
+            "iteration's metrics have an estimate of the limit"
+        )
+    with preserved():
+        trainer = PPOTrainer(args=config)
+        if run is not None and (origin := started_from(run)) is not None:
+            check_origin(origin, trainer.origin, config.model.name)
+        try:
+            best = sample(trainer, samples)
+        except UnusableBatch as error:
+            raise RunStopped(str(error)) from error
+    show(best, config.kl.coef)
+    if run is not None and (objective := reached(run)) is not None:
+        share = best.share(objective)
+        print(f"the run has reached {of_attainable(share, few=best.few, pooled=best.pooled)}")
+    return best
+
+
+def sample(trainer: PPOTrainer, samples: int) -> Attainable:
+    """The attainable from at least so many completions of a trainer's untrained policy, the reference."""
+    args, prompts = trainer.args, trainer.prompts
+    assert isinstance(prompts, Prompts)  # no episodes
+    # As many completions of each prompt, in batches of the size that the run samples.
+    repeat = max(PER_PROMPT, math.ceil(samples / len(prompts.kept)))
+    total, size = repeat * math.ceil(samples / repeat), args.rollout.batch_size
+    generator = torch.Generator().manual_seed(args.seed + SEED_OFFSET)
+    rewards, numbers = [], []
+    for first in range(0, total, size):
+        rows = min(size, total - first)
+        uniforms = torch.rand(rows, args.rollout.max_new_tokens, generator=generator)
+        batch = trainer.pipeline.collect(prompts.batch(first, rows, repeat), args.rollout, uniforms)
+        rewards.append(trainer.credit.totals(batch).cpu())
+        numbers.append(prompt_numbers(batch))
+    return attainable(torch.cat(rewards), args.kl.coef, torch.cat(numbers), generator)
+
+
+def reached(run: Path) -> float | None:
+    """The objective of a run's last iterations; None where it is not known."""
+    try:
+        read = read_run(run, samples=False)
+    except NoIteration:
+        return None
+    return final_mean(read.metrics[read.since :], "objective")
+
+
+def show(best: Attainable, coef: float) -> None:
+    """Print the optimum."""
+    prompts = f"{best.prompts} prompt{'s' * (best.prompts > 1)}"
+    rows = {
+        "J*": f"{figure(best.objective)}, 95 % interval {figure(best.low)} to {figure(best.high)}: "
+        f"the largest reward − {coef:g} · KL",
+        "at the optimum": f"reward {figure(best.reward)}, KL {figure(best.kl)} nats per sequence",
+        "reference": f"reward {figure(best.start)}",
+        "samples": f"{count(best.samples)} of {prompts}, {figure(best.effective)} effective per prompt",
+    }
+    for label, text in rows.items():
+        print(f"{label:<16}{text}")
+    if best.few:
+        print("too few effective samples: J* is a lower bound; raise --samples")
