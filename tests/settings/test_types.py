@@ -46,8 +46,8 @@ WRONG = [
     ("run.trackers", "wandb", f"a list of any of {CHOICES}"),
     ("reward", FunctionTerm(function="length"), TERMS),
     ("reward", "length", TERMS),
-    ("kl.place", "outside", "one of reward, loss"),
-    ("kl.place", 1, "one of reward, loss"),
+    ("kl.place", "outside", "one of reward, loss, both"),
+    ("kl.place", 1, "one of reward, loss, both"),
     ("prompts.chat_template_kwargs", [], "a dict"),
 ]
 ELEMENTS = [

@@ -23,6 +23,7 @@ from tokencredit.text.ppo_trainer import PPOTrainer
 
 pytestmark = pytest.mark.slow
 
+PREFIXES = {"critic.prefix_every": 1}
 OTHER = {"bfloat16": "float32", "float32": "bfloat16"}
 
 
@@ -62,7 +63,7 @@ def copy(run, tmp_path, monkeypatch):
 def test_the_setting_stays_as_it_was_asked_and_the_choice_stands_beside_it(run):
     folder, dtype = run
     assert read_config(folder / "run" / "config.yaml", PPOConfig) == settings(folder / "run")
-    assert json.loads((folder / "run" / "choices.json").read_text()) == {"model.dtype": dtype}
+    assert json.loads((folder / "run" / "choices.json").read_text()) == {"model.dtype": dtype, **PREFIXES}
     assert read_events(folder / "run")[0] == f"model.dtype auto: {dtype}, since this is a test"
     assert changes(folder / "run" / "config.yaml", asdict(settings(folder / "run"))) == {}
 
@@ -74,7 +75,7 @@ def test_a_resumed_run_keeps_its_format_on_another_machine(copy):
     trainer.train(resume_from_checkpoint=True)
     told = read_events(folder)
     assert [event for event in told if "is now" in event] == ["run.iterations is now 3; it was 2"]
-    assert json.loads((folder / "choices.json").read_text()) == {"model.dtype": dtype}
+    assert json.loads((folder / "choices.json").read_text()) == {"model.dtype": dtype, **PREFIXES}
 
 
 def test_the_command_resumes_in_the_same_format(copy):
@@ -105,7 +106,7 @@ def test_the_same_configuration_may_choose_otherwise_on_another_machine(run, tmp
     config = str(folder / "run" / "config.yaml")
     args = ["--config", config, "--run.dir", str(tmp_path / "again"), "--run.iterations", "1"]
     assert main(["train", *args]) == 0
-    assert json.loads((tmp_path / "again" / "choices.json").read_text()) == {"model.dtype": OTHER[dtype]}
+    assert json.loads((tmp_path / "again" / "choices.json").read_text()) == {"model.dtype": OTHER[dtype], **PREFIXES}
 
 
 def test_a_damaged_choice_is_named_and_nothing_is_changed(run, tmp_path, capsys):
@@ -114,7 +115,7 @@ def test_a_damaged_choice_is_named_and_nothing_is_changed(run, tmp_path, capsys)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for command in (["train", "--resume"], ["report"], ["doctor"], ["generate"], ["evaluate"]):
         assert main([*command, str(folder)]) == 2, command
-        assert "choices.json: model.dtype is 'float64'; it must be float32 or bfloat16" in capsys.readouterr().err
+        assert "choices.json: model.dtype is 'float64'; it must be one of float32, bfloat16" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
 from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import EVENTS, read_object
+from tokencredit.settings.fields import check_value
 
 AUDIT = "audit.json"
 LOCK = ".lock"
@@ -27,8 +28,8 @@ PYTHON = "python.json"
 """File with the names of a run's arguments from Python, such as reward_funcs, which config.yaml does not hold."""
 CHOICES = "choices.json"
 """File of a run's choices for settings that are `auto`; config.yaml keeps `auto`."""
-AUTO_SETTINGS = {"model.dtype": ("float32", "bfloat16")}
-"""Settings that may be `auto`, and the values that a run may choose for them."""
+AUTO_SETTINGS: dict[str, Any] = {"model.dtype": Literal["float32", "bfloat16"], "critic.prefix_every": int}
+"""Settings that may be `auto`, and the types of the values that a run may choose for them."""
 
 
 class RunFolder:
@@ -304,7 +305,7 @@ def read_python(run: Path) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def read_choices(run: Path) -> dict[str, str]:
+def read_choices(run: Path) -> dict[str, Any]:
     """A run's choices for settings that may be `auto`, by key; empty if there is no run yet.
 
     Raises:
@@ -312,9 +313,9 @@ def read_choices(run: Path) -> dict[str, str]:
     """
     file = run / CHOICES
     choices = read_object(file, file.read_bytes()) if file.is_file() else {}
-    for key, values in AUTO_SETTINGS.items():
-        if key in choices and choices[key] not in values:
-            raise ConfigError(f"{file}: {key} is {choices[key]!r}; it must be {' or '.join(values)}")
+    for key, hint in AUTO_SETTINGS.items():
+        if key in choices:
+            check_value(f"{file}: {key}", choices[key], hint, {"at_least": 0})
     return {key: choices[key] for key in AUTO_SETTINGS if key in choices}
 
 
@@ -326,7 +327,7 @@ def setting_of(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def apply_choices(config: Mapping[str, Any], choices: Mapping[str, str]) -> dict[str, Any]:
+def apply_choices(config: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration in plain dicts, with a run's choices in place of `auto`."""
     settings = dict(config)
     for key, value in choices.items():

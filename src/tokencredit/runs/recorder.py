@@ -49,7 +49,7 @@ class RunRecord:
         args: RunSettings,
         processes: Processes,
         run_kind: RunKind,
-        choices: Mapping[str, str] | None = None,
+        choices: dict[str, Any] | None = None,
         show_every: int = 0,
     ) -> None:
         """Choose the folder; nothing is written before `begin`.

@@ -275,7 +275,7 @@ def value_of(hint: Any, key: str, text: str) -> Any:
     """
     options = options_of(hint)
     texts = [option for option in options if option is str or get_origin(option) is Literal]
-    if float in options and text not in (choice for option in texts for choice in get_args(option)):
+    if {int, float} & set(options) and text not in (choice for option in texts for choice in get_args(option)):
         texts = []  # a number beside choices, such as auto
     lists = [option for option in options if get_origin(option) is list]
     listed = bool(lists) and re.match(r"\s*\[\s*[\"']" if texts else r"\s*\[", text)

@@ -109,10 +109,11 @@ class CriticTraining(Group):
 class CriticConfig(CriticTraining):
     """The critic: its model and how it learns."""
 
-    prefix_every: int = setting(0, needs=EXISTS, at_least=0)
+    prefix_every: int | Literal["auto"] = setting("auto", needs=EXISTS, at_least=0)
     """Tokens between the prefixes of a completion that are scored, by classifiers, reward models and terms with
     `prefix: true`; 0 for none. The values are then a fit of the returns to these scores, to which the critic adds what
-    it learns of the rest (docs/algorithms.md)."""
+    it learns of the rest (docs/algorithms.md). auto: as many as cost a quarter of the policy's own passes, and none
+    where no term scores prefixes, or in episodes of several turns."""
     name: str | None = setting(None, needs="kind: separate")
     """Model that a separate critic starts from, causal and with the policy's vocabulary: a reward model, or `policy/`
     of a run, whose saved critic is taken if there is one. null for the critic saved with `model.name`, or else a copy

@@ -11,7 +11,15 @@ from operator import attrgetter
 
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import KINDS, DefaultReward, EnvironmentConfig, PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.data import (
+    KINDS,
+    DefaultReward,
+    EnvironmentConfig,
+    FunctionTerm,
+    PromptsConfig,
+    RewardTerm,
+    ScoreConfig,
+)
 from tokencredit.settings.fields import check, refuse, refuse_unused, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.reader import Configuration
@@ -133,13 +141,16 @@ class PPOConfig(Configuration):
         if critic.members > 1 and critic.clip is not None:
             reason = "each would be clipped around the mean of all, which a rollout keeps; set critic.clip: null"
             refuse(self, "critic.clip critic.members", reason)
-        if critic.prefix_every and self.advantage.bootstrap:
+        for number, term in enumerate(self.reward):
+            scored = critic.kind != "none" and critic.prefix_every and not self.advantage.bootstrap
+            if isinstance(term, FunctionTerm) and term.prefix and (self.several_turns() or not scored):
+                raise ConfigError(
+                    f"reward[{number}].prefix is true, which has no effect with critic.kind: none, without "
+                    "critic.prefix_every, with advantage.bootstrap, or in episodes of several turns; leave it out"
+                )
+        if critic.prefix_every not in (0, "auto") and self.advantage.bootstrap:
             reason = "a prefix has one score, and a bootstrap needs rewards per token; leave one of them out"
             refuse(self, "critic.prefix_every advantage.bootstrap", reason)
-        if self.advantage.lam == "auto" and not critic.prefix_every:
-            refuse(
-                self, "advantage.lam", "it follows the scores of prefixes; set critic.prefix_every, or give a number"
-            )
 
     def _check_update(self) -> None:
         size, kl = self.rollout.batch_size, self.kl

@@ -54,7 +54,7 @@ class Credit:
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
         self.explained = RunningMoments(EXPLAINED_DECAY)
-        self.prefixes = PrefixFit(args.rollout.max_new_tokens) if args.critic.prefix_every else None
+        self.prefixes = PrefixFit(args.rollout.max_new_tokens)
 
     def give(self, scored: Batch) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
@@ -111,7 +111,7 @@ class Credit:
 
     def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
         """Add the values fitted to the scores of prefixes to those of the critic; this batch joins the fit."""
-        if scored.prefixes is None or self.prefixes is None:
+        if scored.prefixes is None:
             return scored
         rollout, options = scored.rollout, {"gamma": self.args.advantage.gamma}
         returns, _ = estimate("reward_to_go", rewards, options=options, **self._where(scored))
@@ -138,7 +138,8 @@ class Credit:
 
     def metrics(self) -> dict[str, float]:
         """The current KL coefficient and, if it follows the fit, λ."""
-        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.args.advantage.lam == "auto" else {})
+        follows = self.args.advantage.lam == "auto" and self.prefixes.moments.any()
+        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if follows else {})
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""
@@ -290,8 +291,8 @@ class Credit:
         )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The KL controller's state, the running moments and the fit to prefixes, if there is one."""
-        parts = ["kl", "scores", "baseline", "explained"] + ["prefixes"] * (self.prefixes is not None)
+        """The KL controller's state, the running moments and the fit to prefixes, if there is one yet."""
+        parts = ["kl", "scores", "baseline", "explained"] + ["prefixes"] * bool(self.prefixes.moments.any())
         return {name: getattr(self, name).state_dict() for name in parts}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.models.critic import FITTED
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
@@ -144,7 +145,7 @@ class Policy:
         """The critic's value of the state before each token that `logprobs` scores."""
         if self.model.critic is None:
             raise ConfigError("critic.kind of this run is none, so there are no values")
-        if self.config.critic.prefix_every:
+        if FITTED in self.model.critic.members[0].about:
             raise ConfigError("values of this run are fitted to scores of prefixes; its critic has only what is left")
         rollout = self._read(text, prompt)
         with self.pipeline.precision.no_grad():

@@ -15,7 +15,7 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.learn.state import trainable
 from tokencredit.runs.summary import count, shortened
-from tokencredit.settings.data import ClassifierTerm, DefaultReward, FunctionTerm, RewardTerm
+from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.datasets import digest, from_python
@@ -217,37 +217,15 @@ def next_steps(args: PPOConfig, given: list[str], *, audits: bool) -> dict[str, 
     return steps
 
 
-def check_terms(
-    args: PPOConfig, terms: list[Term], models: Models, prompts: Prompts | Tasks, held_out: Prompts | Tasks
-) -> None:
-    """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has, or for scores
-    of prefixes that no term gives or that nothing reads."""
+def check_terms(terms: list[Term], models: Models, prompts: Prompts | Tasks, held_out: Prompts | Tasks) -> None:
+    """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
     own = [name for name in OWN_COLUMNS if name != "ref_logprobs" or models.reference is not None]
     for rows, source in ((prompts, calls.TRAINING), (held_out, "eval.dataset (eval_dataset in Python)")):
         turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(rows, Tasks)
         calls.check_columns(terms, [*own, *turns, *rows.other_columns], source)
-    every, scoring = args.critic.prefix_every, [term for term in terms if term.prefix]
-    if every and isinstance(prompts, Tasks):
-        raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
-    if every and not scoring:
-        raise ConfigError(
-            f"critic.prefix_every is {every}, and no reward term scores prefixes; set prefix: true for a function of "
-            "the text that is cheap and has no effects, or leave it out"
-        )
-    for number, settings in enumerate(args.reward):
-        if isinstance(settings, FunctionTerm) and settings.prefix and not every:
-            raise ConfigError(f"reward[{number}].prefix is true, which has no effect without critic.prefix_every")
-    known = ["prompts", "completions", "completion_ids", *prompts.other_columns]
-    for term in scoring if every else ():
-        try:
-            calls.check_columns([term], known, calls.TRAINING)
-        except ConfigError as error:
-            raise ConfigError(
-                f"the reward {term.name!r} has prefix: true, and needs more than a prefix has, {', '.join(known)}"
-            ) from error
 
 
-def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterator[str]:
+def remarks(args: PPOConfig, rows: Prompts | Tasks, prefix_every: int, *, sharded: bool) -> Iterator[str]:
     """Lines for the user on settings and columns that do something other than their names suggest."""
     for name in [name for name in rows.other_columns if name in OWN_COLUMNS]:
         yield f"the column {name!r} of {rows.name} does not reach rewards, which get the run's own {name}; rename it"
@@ -258,6 +236,9 @@ def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterato
         )
     if isinstance(rows, Prompts) and (text := rows.lost_message()):
         yield f"the chat template leaves out the message {text!r:.60} of the first prompt: the policy does not read it"
+    if prefix_every:
+        each = "each prefix" if prefix_every == 1 else f"every {prefix_every}th prefix"
+        yield f"values: returns fitted to the reward's score of {each} of a completion, and the critic for the rest"
     if args.run.shard == "full" and not sharded:
         yield "run.shard full: one process, which holds the models whole"
     if args.ppo.loss == "gspo" and args.ppo.reduction != "sequence":
@@ -302,8 +283,12 @@ def build_pipeline(
     processes: Processes,
     environments: Environments | None = None,
     report: Callable[[str], None] | None = None,
+    prefix_every: int = 0,
 ) -> Pipeline:
-    """Build a run's pipeline; `report` is called with a line for each event of the engine, None prints them."""
+    """Build a run's pipeline; `report` is called with a line for each event of the engine, None prints them.
+
+    `prefix_every` is as in `Pipeline`.
+    """
     engine = build_engine(args, models, processes, report or print)
     return Pipeline(
         models.policy,
@@ -316,7 +301,7 @@ def build_pipeline(
         processes,
         args.ppo.micro_batch_tokens,
         None if environments is None else build_player(args, engine, environments),
-        args.critic.prefix_every,
+        prefix_every,
     )
 
 

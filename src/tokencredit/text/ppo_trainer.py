@@ -41,6 +41,7 @@ from tokencredit.text.audit.limit import limit_metrics
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
+from tokencredit.text.data.prefixes import spacing
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
@@ -119,29 +120,40 @@ class PPOTrainer:
             lm, self.tokenizer = run_models.load_start(args.model, model, processing_class, sharding)
             precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
             replace(args, model=replace(args.model, dtype=precision.dtype))  # checked with the dtype that `auto` picks
-            self.record = RunRecord(args.run, self.processes, TEXT, precision.choices, show_every=args.run.show_every)
             rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
             prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows.values())
             self.prompts, self.eval_prompts = prepared
+            every = spacing(args, terms, lm, self.prompts)
+            chosen, choices = args, precision.choices
+            if args.critic.prefix_every == "auto" and args.critic.kind != "none":
+                chosen = replace(args, critic=replace(args.critic, prefix_every=every))
+                choices |= {"critic.prefix_every": every}
+            self.record = RunRecord(args.run, self.processes, TEXT, choices, show_every=args.run.show_every)
             given = {"reward_funcs": reward_funcs, **rows, "tools": tools or None}
             given |= {"environment_factory": environment_factory, "peft_config": peft_config}
             self.origin = origin(lm, self.tokenizer, given)
             self.record.from_python = self.origin["given"]
             self.record.sources = setup.source_digests(args, given, *prepared)
             parts = lm, self.tokenizer, precision, peft_config, model is None or isinstance(model, str), sharding
-            models = run_models.build_models(args, *parts)
-            setup.check_terms(args, terms, models, self.prompts, self.eval_prompts)
+            models = run_models.build_models(chosen, *parts)
+            setup.check_terms(terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
-        self._assemble(models, terms, environments, callbacks)
+        self._assemble(models, terms, environments, callbacks, every)
 
     def _assemble(
-        self, models: Models, terms: list[Term], environments: Environments | None, callbacks: list[object]
+        self,
+        models: Models,
+        terms: list[Term],
+        environments: Environments | None,
+        callbacks: list[object],
+        prefix_every: int,
     ) -> None:
         """Put what is loaded together."""
         args, self.policy, self.reference = self.args, models.policy, models.reference
         self.sharded = is_sharded(self.policy.lm)
-        self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, self.record.event)
-        remarks = setup.remarks(args, self.prompts, sharded=self.sharded)
+        report = self.record.event
+        self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, report, prefix_every)
+        remarks = setup.remarks(args, self.prompts, prefix_every, sharded=self.sharded)
         self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks]
         setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start

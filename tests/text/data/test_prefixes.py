@@ -14,7 +14,7 @@ from tokencredit.settings.data import EnvironmentConfig, FunctionTerm
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig
-from tokencredit.text.data.prefixes import prefix_scores
+from tokencredit.text.data.prefixes import prefix_scores, spacing
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 
@@ -96,16 +96,10 @@ def test_scores_of_prefixes_that_nobody_gives_or_reads_are_refused(tmp_path):
         ConfigError, match=r"critic\.prefix_every is 1, and no reward term scores prefixes; set prefix:"
     ):
         trainer_of(tmp_path, vowels)
-    with pytest.raises(
-        ConfigError, match=r"reward\[0\]\.prefix is true, which has no effect without critic\.prefix_ev"
-    ):
-        trainer_of(tmp_path, critic=CriticConfig(), reward=[FunctionTerm(function="length", prefix=True)])
     with pytest.raises(ConfigError, match=r"critic\.prefix_every is 1, and prefixes of several turns are not scored"):
         trainer_of(tmp_path, env=EnvironmentConfig(factory="builtin:grid"))
     with pytest.raises(ConfigError, match="a bootstrap needs rewards per token"):
         trainer_of(tmp_path, advantage=AdvantageConfig(bootstrap=True))
-    with pytest.raises(ConfigError, match=r"advantage\.lam is auto; it follows the scores of prefixes; set critic"):
-        trainer_of(tmp_path, critic=CriticConfig(), advantage=AdvantageConfig(lam="auto"))
 
 
 @pytest.mark.slow
@@ -115,3 +109,31 @@ def test_a_number_per_token_is_no_score_of_a_prefix(tmp_path):
 
     with pytest.raises(RunStopped, match="reward term 'dense' scores prefixes, and gave a number per token"):
         trainer_of(tmp_path, Term("dense", 1.0, dense, prefix=True)).train()
+
+
+def test_by_default_as_many_prefixes_are_scored_as_cost_a_quarter_of_the_policys_passes(tmp_path):
+    def every(*reward_funcs, **groups):
+        return trainer_of(tmp_path, *reward_funcs, **{"critic": CriticConfig()} | groups).pipeline.prefix_every
+
+    assert every() == 1, "the built-in classifier is small"
+    # By hand: half a completion's tokens for each prefix, against a sampling step, the reference's, three per epoch.
+    trainer = trainer_of(tmp_path)
+    reader, lm = trainer.pipeline.terms[0].function, trainer.policy.lm
+    weights = sum(p.numel() for p in reader.model.parameters()) - reader.model.get_input_embeddings().weight.numel()
+    own = sum(p.numel() for p in lm.parameters())
+    longest = 2000
+    expected = math.ceil(longest / 2 * weights / (0.25 * (2 + 3 * trainer.args.ppo.epochs) * own))
+    assert expected > 1
+    args = text_config(tmp_path, rollout=RolloutConfig(batch_size=8, max_new_tokens=longest))
+    assert spacing(args, trainer.pipeline.terms, lm, trainer.prompts) == expected
+    # None where no term scores prefixes, or nothing would read them.
+    assert every(vowels) == 0
+    assert every(Term("vowels", 1.0, vowels, prefix=True)) == 1
+    assert every(critic=CriticConfig(kind="none"), advantage=AdvantageConfig(estimator="uniform")) == 0
+    assert every(env=EnvironmentConfig(factory="builtin:grid")) == 0
+    for reward, groups in (
+        (FunctionTerm(function="length", prefix=True), {"critic": CriticConfig(prefix_every=0)}),
+        (FunctionTerm(function="length", prefix=True), {"env": EnvironmentConfig(factory="builtin:grid")}),
+    ):
+        with pytest.raises(ConfigError, match=r"reward\[0\]\.prefix is true, which has no effect without"):
+            every(reward=[reward], **groups)

@@ -208,6 +208,29 @@ def test_padding_changes_no_score(kind, tokenizer):
     torch.testing.assert_close(reader.logits(["I say"] * 5, texts), torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "bert"])
+@pytest.mark.parametrize("pads_with_eos", [False, True])
+def test_prefixes_read_in_one_pass_score_as_each_alone(kind, pads_with_eos, tokenizer):
+    """Also with an end-of-sequence token after each, and where a prefix ends in the middle of a token."""
+    shapes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shapes |= {"ffn_dim": 48, "word_embed_proj_dim": 32} if kind == "opt" else {"intermediate_size": 48}
+    pad = tokenizer.eos_token_id if pads_with_eos else None
+    config = AutoConfig.for_model(kind, **shapes, vocab_size=len(tokenizer), num_labels=1, pad_token_id=pad)
+    torch.manual_seed(0)
+    model = loud(AutoModelForSequenceClassification.from_config(config))
+    reader = RewardModel(kind, model, AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy")))
+    texts = [f" {x} film, and I loved every minute of it from the beginning" for x in ("good", "wonderful")]
+    prefixes = [text[:end] for text in texts for end in range(len(text) + 1)]
+    alone = [reader(["I say"], [prefix])[0] for prefix in prefixes]
+    assert reader.shares == (kind != "bert")
+    sizes = []
+    model.base_model.register_forward_hook(lambda *call: sizes.append(call[2].last_hidden_state[..., 0].numel()))
+    assert reader(["I say"] * len(prefixes), prefixes) == pytest.approx(alone, abs=1e-4)
+    assert max(alone) - min(alone) > 0.1
+    tokens = sum(len(reader.encode("I say", prefix)) for prefix in prefixes)
+    assert sum(sizes) < tokens / 2 if reader.shares else sum(sizes) >= tokens
+
+
 def test_a_model_that_cannot_read_a_text_is_refused(tokenizer):
     config = AutoConfig.for_model("xmod", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
     config.vocab_size = len(tokenizer)

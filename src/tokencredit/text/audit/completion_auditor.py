@@ -112,8 +112,7 @@ class CompletionAuditor:
         groups = replace(args.rollout, per_prompt=group, batch_size=group * args.rollout.batch_size)
         credit = Credit(replace(args, rollout=groups), self.credit.reduce)
         credit.load_state_dict(self.credit.state_dict())
-        if credit.prefixes is not None:
-            credit.prefixes.weight = min(args.rollout.batch_size / (len(scored.scores) * processes.count), 1.0)
+        credit.prefixes.weight = min(args.rollout.batch_size / (len(scored.scores) * processes.count), 1.0)
         batch, _ = credit.give(scored)
         credit.baseline.load_state_dict(self.credit.baseline.state_dict())  # as before this batch
         # Their truth, from continuations of the first completion of each group.

@@ -2,28 +2,81 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.core.masked import Reduce
 from tokencredit.core.prefix_baseline import fit_prefixes, prefix_moments
+from tokencredit.errors import ConfigError
+from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.detokenizer import Detokenizer
-from tokencredit.text.data.prompts import PromptBatch
+from tokencredit.text.data.prompts import PromptBatch, Prompts
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.text.rewards.calls import RewardError, Term
+from tokencredit.text.data.tasks import Tasks
+from tokencredit.text.rewards.calls import RewardError, Term, check_columns
+from tokencredit.text.rewards.reward_models import Reader
 from tokencredit.text.rewards.terms import score
 
+SHARE = 0.25
+"""What scoring prefixes may cost, as a share of the policy's passes: a sampling step, the reference's, and three per
+epoch."""
 FOLDS = 8
 """Parts of a batch; each gets its values from the others and from earlier batches, never from its own returns."""
 FORGET = 0.6
 """Factor on the weight of earlier batches, at each new one: the policy moves."""
 CANDIDATES = tuple(product((4.0, 32.0), (3.0, 30.0, 300.0)))
 """Widths and priors to choose from, by their errors on earlier batches; the first one is the first batch's."""
+
+
+def spacing(args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Prompts | Tasks) -> int:
+    """Tokens between the prefixes that a run scores; 0 for none.
+
+    With `critic.prefix_every: auto`, so many that the models of the terms compute a share of at most `SHARE` of what
+    the policy does; a model that reads all prefixes in one pass, and functions, count as nothing.
+
+    Raises:
+        ConfigError: a setting asks for scores that no term can give, or that nothing reads.
+    """
+    every, scoring = args.critic.prefix_every, [term for term in terms if term.prefix]
+    if args.critic.kind == "none":
+        return 0
+    if every == "auto" and (not scoring or isinstance(rows, Tasks) or args.advantage.bootstrap):
+        return 0
+    if every == "auto":
+        policy = work(lm) * (2 + 3 * args.ppo.epochs)
+        readers: list[Any] = [term.function for term in scoring if isinstance(term.function, Reader)]
+        reading = sum(args.rollout.max_new_tokens / 2 * work(x.model) for x in readers if not x.shares)
+        every = max(1, math.ceil(reading / (SHARE * policy)))
+    assert every != "auto"
+    if every and isinstance(rows, Tasks):
+        raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
+    if every and not scoring:
+        raise ConfigError(
+            f"critic.prefix_every is {every}, and no reward term scores prefixes; set prefix: true for a function of "
+            "the text that is cheap and has no effects, or leave it out"
+        )
+    known = ["prompts", "completions", "completion_ids", *rows.other_columns]
+    for term in scoring if every else ():
+        try:
+            check_columns([term], known)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the reward {term.name!r} has prefix: true, and needs more than a prefix has, {', '.join(known)}"
+            ) from error
+    return every
+
+
+def work(model: PreTrainedModel) -> int:
+    """Weights that a token meets in a pass: all but the rows of other tokens in the embedding."""
+    embedding, projection = model.get_input_embeddings().get_parameter("weight"), model.get_output_embeddings()
+    tied = projection is not None and projection.weight is embedding
+    return sum(p.numel() for p in model.parameters()) - (0 if tied else int(embedding.numel()))
 
 
 def prefix_scores(

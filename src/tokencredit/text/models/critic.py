@@ -246,7 +246,7 @@ def build_critic(
     members = []
     for number in range(args.members):
         head = build_value_head(args.head, size, init, args.gain, args.hidden_gain, bins)
-        trunk, fitted = trunks[number] if trunks else None, args.prefix_every > 0
+        trunk, fitted = trunks[number] if trunks else None, args.prefix_every not in (0, "auto")
         members.append(Critic(head, trunk, detach=args.detach, tap=tap, fitted=fitted))
     critic = members[0] if len(members) == 1 else Ensemble(members)
     saved = saved_start(args, model)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class Precision:
         return self.dtype == "bfloat16"
 
     @property
-    def choices(self) -> dict[str, str]:
+    def choices(self) -> dict[str, Any]:
         """Resolved `auto` settings."""
         return {} if self.reason is None else {"model.dtype": self.dtype}
 

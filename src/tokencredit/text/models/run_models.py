@@ -17,6 +17,7 @@ from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.state import trainable
+from tokencredit.runs.folder import read_choices
 from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.run_kind import ModelSource
@@ -310,7 +311,8 @@ def load_run_models(
     model = plain if which == "base" else replace(plain, name=str(run / which), adapter="continue")
     values = args.critic if critic else CriticConfig(kind="none")
     if which != "base" and values.kind != "none":
-        values = replace(values, name=None, init="saved")
+        every = read_choices(run).get("critic.prefix_every", values.prefix_every)
+        values = replace(values, name=None, init="saved", prefix_every=every)
         if (have := len(saved_critics(model.name))) != values.members:
             raise ConfigError(
                 f"{model.name!r} has {have or 'no'} critic, though critic.kind of the run is {values.kind} and "

@@ -22,6 +22,7 @@ from tokencredit.text.models.model_loading import (
     without_load_report,
 )
 from tokencredit.text.rewards.texts import Text, joined, messages, plain
+from tokencredit.text.rewards.token_trees import TokenTree, batches, grow, tree_inputs
 
 VALUE_HEADS = ("v_head.", "value_head.")
 """Names of value heads that libraries add to causal language models."""
@@ -64,13 +65,23 @@ class Reader:
         self.warned = False
         self.pads = self._ignores_padding()
         """Texts of different lengths may share a batch."""
+        self.shares = self._shares_beginnings()
+        """Texts may share the states of a common beginning."""
 
     @torch.no_grad()
     def logits(self, prompts: Sequence[Text], completions: Sequence[Text]) -> Tensor:
         """Logits `[batch, labels]` in float32, on the CPU."""
         ids = [self.encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
         logits = torch.empty(len(ids), self.model.config.num_labels)
+        # Prefixes of the same texts: one pass of a causal model has the states of all.
+        if self.shares:
+            read = [self._read_part(row) for row in ids]
+            order = sorted(range(len(ids)), key=read.__getitem__)
+            trees = grow([read[row] for row in order])
+            if 2 * sum(len(tree.ids) for tree in trees) <= sum(map(len, ids)):
+                logits[order] = self._read_trees(trees, self.batch_size * max(map(len, ids)))
+                return logits
+        order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
         for _, group in groupby(order, key=lambda row: 0 if self.pads else len(ids[row])):
             members = list(group)
             for start in range(0, len(members), self.batch_size):
@@ -102,6 +113,36 @@ class Reader:
             return logits.float().cpu()
         finally:
             config.pad_token_id = own
+
+    def _read_part(self, text: list[int]) -> list[int]:
+        """A text up to the last token that differs from the configuration's pad token, where decoders are pooled."""
+        end, pad = len(text), self.model.config.get_text_config().pad_token_id
+        while end > 1 and text[end - 1] == pad:
+            end -= 1
+        return text[:end]
+
+    def _read_trees(self, trees: list[TokenTree], tokens: int) -> Tensor:
+        """Logits of the trees' texts, in passes of so many tokens."""
+        parts = []
+        for batch in batches(trees, tokens):
+            inputs = {name: x.to(self.model.device) for name, x in tree_inputs(batch, self.model.dtype).items()}
+            states = self.model.base_model(**inputs, use_cache=False).last_hidden_state
+            parts += [self.model.score(states[number, tree.ends]) for number, tree in enumerate(batch)]
+        return torch.cat(parts).float().cpu()
+
+    @torch.no_grad()
+    def _shares_beginnings(self) -> bool:
+        """True for a causal model with a head on its last token, if prefixes read in one pass score as alone."""
+        if not isinstance(getattr(self.model, "score", None), torch.nn.Module):
+            return False
+        texts = [self._read_part(self.encode("", text)) for text in ("Yes", "Yes and no", "Yes and then")]
+        alone = torch.cat([self._read([text]) for text in texts])
+        try:
+            together = self._read_trees(grow(texts), sum(map(len, texts)))
+        except Exception:  # a model that takes no such mask or positions, in its own way
+            return False
+        tolerance = torch.finfo(self.model.dtype).eps ** 0.5
+        return torch.allclose(together, alone, rtol=tolerance, atol=tolerance)
 
     @torch.no_grad()
     def _ignores_padding(self) -> bool:
