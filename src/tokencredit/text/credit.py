@@ -291,8 +291,8 @@ class Credit:
         )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The KL controller's state, the running moments and the fit to prefixes, if there is one yet."""
-        parts = ["kl", "scores", "baseline", "explained"] + ["prefixes"] * bool(self.prefixes.moments.any())
+        """The KL controller's state, the running moments and the fit to prefixes."""
+        parts = ("kl", "scores", "baseline", "explained", "prefixes")
         return {name: getattr(self, name).state_dict() for name in parts}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:

@@ -17,12 +17,13 @@ from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.run_kind import read_policy_config, read_source, with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
+from tokencredit.text.data.prefixes import FIT_FILE, fitted_values
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.text.models.critic import FITTED
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
+from tokencredit.text.rewards.terms import build_terms
 from tokencredit.text.rollout_passes import rollout_logprobs, rollout_values
 from tokencredit.text.turns.environments import load_environments
 
@@ -36,6 +37,7 @@ class Policy:
     def __init__(self, run: Path, config: PPOConfig, which: str = "policy", critic: bool = True):
         """Load the policy of a run's folder, as `load` does, and unless `critic` is false its critic, if it has one."""
         self.config, processes = config, Processes().alone()
+        self.folder = run / which
         self.given = read_python(run)
         from_data = (run / "config.yaml").is_file() and not read_source(str(run)).scored
         played = config.several_turns() or bool({"tools", "environment_factory"} & set(self.given))
@@ -142,15 +144,23 @@ class Policy:
         return logprobs
 
     def values(self, text: str, prompt: str = "") -> list[float]:
-        """The critic's value of the state before each token that `logprobs` scores."""
+        """The value of the state before each token that `logprobs` scores."""
         if self.model.critic is None:
             raise ConfigError("critic.kind of this run is none, so there are no values")
-        if FITTED in self.model.critic.members[0].about:
-            raise ConfigError("values of this run are fitted to scores of prefixes; its critic has only what is left")
         rollout = self._read(text, prompt)
         with self.pipeline.precision.no_grad():
-            values: list[float] = rollout_values(self.model, rollout, None)[0].float().tolist()
-        return values
+            values = rollout_values(self.model, rollout, None).float()
+        # The critic of a run with scores of prefixes has only what their fit leaves.
+        if (self.folder / FIT_FILE).is_file():
+            if "reward_funcs" in self.given:
+                raise ConfigError(
+                    "values of this run need the reward's scores of prefixes, and its reward is from Python"
+                )
+            terms = build_terms(self.config.reward, self.pipeline.precision.device)
+            prompts = PromptBatch([prompt], [prompt], rollout.prompt_ids, rollout.prompt_mask, {})
+            values += fitted_values(self.folder, terms, prompts, rollout, self.tokenizer)
+        numbers: list[float] = values[0].tolist()
+        return numbers
 
     def tokens(self, text: str, prompt: str = "") -> list[str]:
         """Texts of the tokens that `logprobs` and `values` score."""

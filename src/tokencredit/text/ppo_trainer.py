@@ -41,7 +41,7 @@ from tokencredit.text.audit.limit import limit_metrics
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
-from tokencredit.text.data.prefixes import spacing
+from tokencredit.text.data.prefixes import save_fit, spacing
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
@@ -335,7 +335,7 @@ class PPOTrainer:
         if self.processes.first(metrics["eval/reward"] > self.record.best and self.record.folder.path.is_dir()):
             with self.record.replaced("best", self.sharded) as folder:
                 if folder is not None:
-                    save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
+                    self._save_policy(folder)
         return metrics
 
     def state(self) -> tuple[State, State]:
@@ -404,8 +404,13 @@ class PPOTrainer:
                 self.record.screen.say(f"not uploaded to {repository}: the run is not at its end")
         return summary
 
-    def _save(self, folder: Path, summary: Summary) -> None:
+    def _save_policy(self, folder: Path) -> None:
         save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
+        if self.pipeline.prefix_every and self.processes.main:
+            save_fit(folder, self.credit.prefixes, self.pipeline.prefix_every)
+
+    def _save(self, folder: Path, summary: Summary) -> None:
+        self._save_policy(folder)
         if not self.processes.main:
             return
         prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None

@@ -17,6 +17,7 @@ from tokencredit.settings.training import AdvantageConfig
 from tokencredit.text.data.prefixes import prefix_scores, spacing
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
+from tokencredit.text.rollout_passes import rollout_values
 
 EVERY = CriticConfig(prefix_every=1)
 
@@ -84,11 +85,18 @@ def test_the_classifier_of_a_configuration_gives_values_and_lambda(tmp_path):
         assert 0 <= row["lam"] < 0.95
         assert row["explained_variance"] > 0.3  # of returns that this batch has not yet been fitted to
         assert math.isfinite(row["seconds/prefixes"])
-    # The policy writes without the reward; its critic alone has no values to show.
+    # The saved policy has the same values: those of the fit to all batches, and of the critic.
     policy = load(tmp_path / "run")
-    assert len(policy.generate("This movie")) == 1
-    with pytest.raises(ConfigError, match="values of this run are fitted to scores of prefixes"):
-        policy.values("This movie was")
+    prompt, text = "This movie was", " really good and I liked"
+    tokens, values = policy.tokens(text, prompt), policy.values(text, prompt)
+    scores = trainer.pipeline.terms[0].function(
+        [prompt] * len(tokens), ["".join(tokens[:n]) for n in range(len(tokens))]
+    )
+    alpha, beta = trainer.credit.prefixes.coefficients()
+    rest = rollout_values(trainer.policy, policy._read(text, prompt), None)[0]
+    expected = [float(a + b * s + r) for a, b, s, r in zip(alpha, beta, scores, rest, strict=False)]
+    assert values == pytest.approx(expected, abs=1e-4)
+    assert max(values) - min(values) > 0.01
 
 
 def test_scores_of_prefixes_that_nobody_gives_or_reads_are_refused(tmp_path):
@@ -135,5 +143,5 @@ def test_by_default_as_many_prefixes_are_scored_as_cost_a_quarter_of_the_policys
         (FunctionTerm(function="length", prefix=True), {"critic": CriticConfig(prefix_every=0)}),
         (FunctionTerm(function="length", prefix=True), {"env": EnvironmentConfig(factory="builtin:grid")}),
     ):
-        with pytest.raises(ConfigError, match=r"reward\[0\]\.prefix is true, which has no effect without"):
+        with pytest.raises(ConfigError, match=r"reward\[0\]\.prefix is true, which has no effect"):
             every(reward=[reward], **groups)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.core.masked import Reduce
 from tokencredit.core.prefix_baseline import fit_prefixes, prefix_moments
 from tokencredit.errors import ConfigError
+from tokencredit.runs.jsonl import read_object
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch, Prompts
@@ -23,6 +26,8 @@ from tokencredit.text.rewards.calls import RewardError, Term, check_columns
 from tokencredit.text.rewards.reward_models import Reader
 from tokencredit.text.rewards.terms import score
 
+FIT_FILE = "prefix_fit.json"
+"""File of the fit in a policy's folder."""
 SHARE = 0.25
 """What scoring prefixes may cost, as a share of the policy's passes: a sampling step, the reference's, and three per
 epoch."""
@@ -160,13 +165,18 @@ class PrefixFit:
         self.moments, self.errors = total, FORGET * self.errors + self._sum(squares, device, reduce)
         return values[best].to(device, torch.float32)
 
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """α and β `[time]` of the best candidate, fitted to all that was seen."""
+        return fit_prefixes(self.moments, *CANDIDATES[int(self.errors.argmin())])
+
     @staticmethod
     def _sum(x: Tensor, device: torch.device, reduce: Reduce) -> Tensor:
         return reduce(x.to(device)).cpu()
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
-        return {"moments": self.moments.tolist(), "errors": self.errors.tolist()}
+        reached = self.moments[:, : int(self.moments.any(0).sum())]  # later positions had no completions
+        return {"moments": reached.tolist(), "errors": self.errors.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
@@ -174,6 +184,23 @@ class PrefixFit:
             torch.tensor(state[name], dtype=torch.float64, device="cpu") for name in ("moments", "errors")
         )
         self.moments, self.errors = resized(moments, self.moments.shape[1]), errors
+
+
+def save_fit(folder: Path, fit: PrefixFit, every: int) -> None:
+    """Write what gives values to scores of prefixes into a policy's folder."""
+    alpha, beta = fit.coefficients()
+    (folder / FIT_FILE).write_text(json.dumps({"every": every, "alpha": alpha.tolist(), "beta": beta.tolist()}))
+
+
+def fitted_values(
+    folder: Path, terms: Sequence[Term], prompts: PromptBatch, rollout: Rollout, tokenizer: Any
+) -> Tensor:
+    """Values `[batch, time]` of any texts by the fit in a policy's folder; past its end they have its last α and β."""
+    fit = read_object(folder / FIT_FILE, (folder / FIT_FILE).read_bytes())
+    scores = prefix_scores(terms, prompts, rollout, tokenizer, fit["every"])
+    at = torch.arange(scores.shape[1]).clamp(max=len(fit["alpha"]) - 1)
+    alpha, beta = (torch.tensor(fit[name])[at].to(scores.device) for name in ("alpha", "beta"))
+    return (alpha + beta * scores) * rollout.mask
 
 
 def resized(moments: Tensor, time: int) -> Tensor:
