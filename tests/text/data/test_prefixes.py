@@ -93,7 +93,7 @@ def test_the_classifier_of_a_configuration_gives_values_and_lambda(tmp_path):
         [prompt] * len(tokens), ["".join(tokens[:n]) for n in range(len(tokens))]
     )
     alpha, beta = trainer.credit.prefixes.coefficients()
-    rest = rollout_values(trainer.policy, policy._read(text, prompt), None)[0]
+    rest = rollout_values(trainer.policy, policy._read(text, prompt), None)[0].tolist()
     expected = [float(a + b * s + r) for a, b, s, r in zip(alpha, beta, scores, rest, strict=False)]
     assert values == pytest.approx(expected, abs=1e-4)
     assert max(values) - min(values) > 0.01
