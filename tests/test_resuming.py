@@ -111,7 +111,7 @@ TEXTS = {
     },
     "two half critics with frozen attention, large rewards": {
         "reward": [FunctionTerm(function="length", kwargs={"unit": "characters"})],
-        "critic": CriticConfig(kind="separate", members=2, clip=None, layers=1, freeze="attention", epochs=1),
+        "critic": CriticConfig(kind="separate", members=2, clip=None, layers=1, epochs=1),
     },
     "episodes of several turns, credit by turn": {
         "model": ModelConfig(name="builtin:grid", dtype="float32"),
@@ -149,7 +149,7 @@ def test_a_resumed_language_model_equals_an_uninterrupted_run(what, tmp_path):
 AGENTS = {
     "a transformer, steps of the critic alone": {
         "agent": AgentConfig(policy="transformer", hidden=[16], context=4),
-        "critic": AgentCriticConfig(epochs=2, coef=0.0, loss="huber", buffer=2),
+        "critic": AgentCriticConfig(epochs=2, coef=0.0, buffer=2),
     },
     "MuJoCo, normalised, in processes": {
         "env": EnvConfig(id="Hopper-v5", number=2, processes=True, normalize_observations=True, normalize_rewards=True),

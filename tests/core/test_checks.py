@@ -48,7 +48,7 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     "smoothed_histogram": {"targets": ROWS, "edges": EDGES},
     "histogram_loss": {"logits": torch.zeros(2, 3, 4), "returns": ROWS, "edges": EDGES},
     "histogram_values": {"logits": torch.zeros(2, 3, 4), "edges": EDGES},
-    **dict.fromkeys(("sparse_mask", "reduction_count", "token_weights", "require_acted", "empty_rows"), ALONE),
+    **dict.fromkeys(("reduction_count", "token_weights", "require_acted", "empty_rows"), ALONE),
     "weighted_sum": {"x": ROWS, "weights": ROWS},
     "total_loss": {"policy": ROWS, "value": ROWS, "entropy": ROWS, "weights": ROWS},
     **dict.fromkeys(("masked_sum", "masked_mean", "moments", "moments_and_centred", "whiten", "zero_outside"), OVER),
@@ -71,7 +71,6 @@ OTHERS: dict[str, Any] = {
     "n": 2,
     "group_size": 2,
     "loss": lambda stats, at: stats.logprobs.sum(),
-    "places": [0.5],
     "limit": 8,
     "tokens": 4,
     "penalty": 1.0,
@@ -115,8 +114,7 @@ def test_a_list_is_refused_by_the_name_of_its_argument(function, argument):
 
 @pytest.mark.parametrize(
     ("function", "argument"),
-    [(name, "rewards") for name, arguments in TENSORS.items() if "rewards" in arguments]
-    + [("token_rewards", "mask"), ("sparse_mask", "mask")],
+    [(name, "rewards") for name, arguments in TENSORS.items() if "rewards" in arguments] + [("token_rewards", "mask")],
 )
 def test_a_single_row_without_a_batch_is_answered_with_how_to_make_one(function, argument):
     row = TENSORS[function][argument][0]

@@ -16,7 +16,6 @@ from tokencredit.core.losses import (
     ratio_stats,
     reduction_count,
     smoothed_histogram,
-    sparse_mask,
     token_weights,
     total_loss,
     value_loss,
@@ -59,24 +58,6 @@ def test_value_loss_by_hand():
     torch.testing.assert_close(value_loss(values, old, returns, mask), torch.tensor([0.0, 0.405, 0.0]))
     # The first is clipped to 1.2: ½ (1.2 − 3)² = 1.62. The second moved 0.1, which is allowed.
     torch.testing.assert_close(value_loss(values, old, returns, mask, clip=0.2), torch.tensor([1.62, 0.405, 0.0]))
-
-
-def test_huber_loss_by_hand():
-    """δ = ½: errors of 0.2, −0.5 and 2 cost ½ 0.04, ½ 0.25 and ½ (2 − ¼)."""
-    values, returns = torch.tensor([1.2, 0.5, 3.0, NAN]), torch.tensor([1.0, 1.0, 1.0, NAN])
-    mask = torch.tensor([T, T, T, F])
-    loss = value_loss(values, values, returns, mask, huber_delta=0.5)
-    torch.testing.assert_close(loss, torch.tensor([0.02, 0.125, 0.875, 0.0]))
-    # Clipped to 1.2 and 0.9: an error of 0.2 costs 0.02; one of 0.9, in the place of 0.5, ½ (0.9 − ¼).
-    old = torch.tensor([1.0, 1.5])
-    loss = value_loss(torch.tensor([3.0, 1.5]), old, torch.tensor([1.0, 2.4]), clip=0.2, huber_delta=0.5)
-    torch.testing.assert_close(loss, torch.tensor([0.875, 0.325]))
-
-
-@pytest.mark.parametrize("delta", [0.0, -1.0, NAN, math.inf])
-def test_a_huber_delta_is_above_0(delta):
-    with pytest.raises(ValueError, match="huber_delta"):
-        value_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), huber_delta=delta)
 
 
 EDGES = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
@@ -133,25 +114,6 @@ def test_the_histogram_of_least_loss_has_the_mean_return():
     (gradient,) = torch.autograd.grad(losses.sum(), logits)
     torch.testing.assert_close(gradient.sum(0), torch.zeros(51, dtype=torch.float64), atol=1e-9, rtol=0)
     assert histogram_values(logits[0], edges).item() == pytest.approx(0.25, abs=1e-5)
-
-
-def test_sparse_states_by_hand():
-    """Number round((n − 1) · place), of 11, 5, 2, 1 and 0 tokens; 4 · 0.9 = 3.6 would be the last of five."""
-    lengths = [11, 5, 2, 1, 0]
-    mask = torch.arange(11) < torch.tensor(lengths).unsqueeze(1)
-    sparse = sparse_mask(mask, [0.3, 0.6, 0.9])
-    assert [row.nonzero().flatten().tolist() for row in sparse] == [[3, 6, 9], [1, 2, 3], [0], [0], []]
-    ends = sparse_mask(mask, [0.0, 1.0])
-    assert [row.nonzero().flatten().tolist() for row in ends] == [[0, 10], [0, 4], [0, 1], [0], []]
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.lists(st.floats(0, 1), min_size=1, max_size=4))
-def test_sparse_states_by_definition(lengths, places):
-    mask = torch.arange(40) < torch.tensor(lengths).unsqueeze(1)
-    for length, row in zip(lengths, sparse_mask(mask, places), strict=True):
-        numbers = {round((length - 1) * place) for place in places if place == 1}
-        numbers |= {max(min(round((length - 1) * place), length - 2), 0) for place in places if place < 1}
-        assert row.nonzero().flatten().tolist() == (sorted(numbers) if length else [])
 
 
 def test_weights_by_hand():
@@ -229,8 +191,6 @@ def test_value_loss_by_definition(value, old_value, target, clip):
         expected = max(expected, 0.5 * (clipped - target) ** 2)
     tensors = [torch.tensor([x], dtype=torch.float64) for x in (value, old_value, target)]
     assert value_loss(*tensors, clip=clip).item() == pytest.approx(expected)
-    huber = torch.nn.functional.huber_loss(tensors[0], tensors[2], delta=0.7)
-    assert value_loss(*tensors, huber_delta=0.7).item() == pytest.approx(huber.item())
 
 
 def losses(mask, tensors, weights):

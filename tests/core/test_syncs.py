@@ -6,7 +6,7 @@ import torch
 from tokencredit.core.advantages import estimate
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.core.logprobs import token_loss, token_stats
-from tokencredit.core.losses import ratio_stats, reduction_count, sparse_mask, token_weights
+from tokencredit.core.losses import ratio_stats, reduction_count, token_weights
 from tokencredit.core.masked import explained_variance, masked_mean, moments, whiten
 from tokencredit.core.rewards import token_rewards
 
@@ -52,7 +52,6 @@ HIDDEN, WEIGHT, TARGETS = torch.randn(*SHAPE, 5), torch.randn(7, 5), torch.randi
         (0, lambda: token_weights(MASK, count=14)),
         (0, lambda: token_weights(MASK, "constant", count=24)),
         (0, lambda: reduction_count(MASK, "constant")),
-        (0, lambda: sparse_mask(MASK, (0.3, 0.9))),
         (0, lambda: token_stats(HIDDEN, WEIGHT, TARGETS, entropy=True)),
         (0, lambda: token_loss(HIDDEN, WEIGHT, TARGETS, lambda now, at: now.logprobs.sum())),
     ],

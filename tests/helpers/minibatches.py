@@ -41,7 +41,6 @@ CASES = {
     "fewer rows than processes": ({}, {"minibatches": 6, "epochs": 1}),
     "micro-batches": ({}, {"micro_batch_tokens": 16}),
     "critic-only steps with a buffer": ({}, {"critic_epochs": 2, "critic_buffer": 2, "minibatches": 5}),
-    "a few places": ({"value_places": (0.3, 0.9)}, {"critic_epochs": 1}),
     "constant reduction": ({"reduction": "constant"}, {"minibatches": 6}),
     "by sequence": ({"reduction": "sequence"}, {"minibatches": 6}),
     "GSPO": ({"kind": SequenceObjective, "clip": 0.05}, {"micro_batch_tokens": 16}),

@@ -35,7 +35,7 @@ KINDS = {
         "off_policy": OffPolicyConfig(correct="clip", level="geometric", bounds=[0.96, 2.0]),
         "ppo": UpdateConfig(epochs=2, minibatches=3, micro_batch_tokens=96, target_kl=0.05),
         "advantage": AdvantageConfig(whiten="minibatch"),
-        "critic": CriticConfig(pretrain=2, places=[0.3, 0.6, 0.9], epochs=1, buffer=2),
+        "critic": CriticConfig(pretrain=2, epochs=1, buffer=2),
         "eval": EvalConfig(every=2, samples=7, max_new_tokens=8),
     },
 }

@@ -52,7 +52,6 @@ CASES = {
         "model.gradient_checkpointing": True,
         "kl.estimator": "full",
         "kl.place": "both",
-        "critic.freeze": "attention",
         "sharding.layers": ["model.layers.*.mlp", "model.layers.*.self_attn"],
     },
     "truncated": SEPARATE

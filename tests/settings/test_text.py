@@ -39,8 +39,8 @@ def test_the_defaults_are_valid():
         ("rollout", {"temperature": float("nan")}, "temperature is nan; it must be above 0 and finite"),
         ("rollout", {"temperature": float("inf")}, "temperature is inf; it must be above 0 and finite"),
         ("kl", {"estimator": "k4"}, "estimator is 'k4'; it must be one of k1, k2, k3, full"),
-        ("critic", {"places": ["0.5"]}, "places[0] is '0.5'; it must be a number"),
-        ("critic", {"places": 0.5}, "places is 0.5; it must be a list of numbers"),
+        ("off_policy", {"bounds": ["0.5"]}, "bounds[0] is '0.5'; it must be a number"),
+        ("off_policy", {"bounds": 0.5}, "bounds is 0.5; it must be a list of numbers"),
         ("run", {"iterations": 0}, "iterations is 0; it must be at least 1"),
     ],
 )
@@ -101,17 +101,6 @@ def test_a_reward_term_is_checked_when_it_is_made(kind, settings, message):
         ),
         ({"eval": EvalConfig(text=[])}, r"^eval\.text is \[\]; give at least one prompt"),
         ({"rollout": RolloutConfig(stop=["END", ""])}, r"^rollout\.stop is \['END', ''\]; an empty text would end"),
-        (
-            {"critic": CriticConfig(places=[])},
-            r"^critic\.places is \[\]; it must be ascending numbers from 0 to 1, or null$",
-        ),
-        ({"critic": CriticConfig(places=[0.5, 0.2])}, r"^critic\.places is \[0\.5, 0\.2\]; it must be ascending"),
-        ({"critic": CriticConfig(places=[0.5, 0.5])}, r"^critic\.places is .*; it must be ascending"),
-        (
-            {"critic": CriticConfig(places=[0.5], continuations=4)},
-            r"^critic\.continuations is 4, and critic\.places is \[0\.5\]; the value loss would skip",
-        ),
-        ({"critic": CriticConfig(places=[0.5, 1.1])}, r"^critic\.places is .*; it must be ascending"),
         ({"critic": CriticConfig(warmup=41)}, r"^critic\.warmup is 41; it must be at most run\.iterations, 40$"),
         ({"seed": 2**63}, r"^seed is 9223372036854775808; it must be at least 0 and at most 4611686018427387904$"),
         (

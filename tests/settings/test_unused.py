@@ -47,28 +47,15 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),
     ("text", {"critic.warmup": 2, "critic.coef": 0}, "critic.warmup", "without critic.coef or critic.epochs"),
     ("text", {"critic.pretrain": 2, "critic.coef": 0}, "critic.pretrain", "without critic.coef or critic.epochs"),
-    ("text", {"critic.pretrain_scale": 2.0}, "critic.pretrain_scale", "without critic.pretrain"),
-    *[
-        (run_kind, {f"critic.{key}": value, "critic.coef": 0}, f"critic.{key}", "without critic.coef or critic.epochs")
-        for run_kind, key, value in [
-            ("text", "loss", "histogram"),
-            ("control", "loss", "huber"),
-            ("text", "places", [0.5]),
-            ("text", "schedule", "constant"),
-            ("control", "schedule", "constant"),
-        ]
-    ],
+    ("text", {"critic.loss": "histogram", "critic.coef": 0}, "critic.loss", "without critic.coef or critic.epochs"),
     *[
         (run_kind, {f"critic.{key}": value}, f"critic.{key}", f"without critic.{need}")
         for run_kind, key, value, need in [
-            ("text", "huber_delta", 0.5, "loss: huber"),
-            ("control", "huber_delta", 0.5, "loss: huber"),
-            ("text", "bins", 101, "loss: histogram"),
             ("text", "buffer", 2, "epochs"),
             ("control", "buffer", 2, "epochs"),
         ]
     ],
-    ("text", {"critic.loss": "histogram", "critic.clip": 0.5}, "critic.clip", "without critic.loss: mse, huber"),
+    ("text", {"critic.loss": "histogram", "critic.clip": 0.5}, "critic.clip", "without critic.loss: mse"),
     (
         "text",
         {"critic.continuations": 4, "critic.coef": 0},
@@ -96,22 +83,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("text", {"critic.name": "reward-model"}, "critic.name", "without critic.kind: separate"),
     ("text", {"critic.members": 2, "critic.clip": None}, "critic.members", "without critic.kind: separate"),
-    ("text", {"critic.freeze": "attention"}, "critic.freeze", "without critic.kind: separate"),
-    (
-        "text",
-        {"critic.freeze": "attention", "critic.kind": "separate", "critic.detach": True},
-        "critic.freeze",
-        "with critic.detach",
-    ),
-    ("text", {"critic.gain": 2.0}, "critic.gain", "without critic.init: orthogonal"),
-    ("text", {"critic.gain": 2.0, "critic.init": "zeros"}, "critic.gain", "without critic.init: orthogonal"),
-    ("text", {"critic.hidden_gain": 1.0}, "critic.hidden_gain", "without critic.init: orthogonal"),
-    (
-        "text",
-        {"critic.hidden_gain": 1.0, "critic.init": "orthogonal", "critic.head": "linear"},
-        "critic.hidden_gain",
-        "without critic.head: mlp",
-    ),
     *[
         (
             "text",
@@ -130,8 +101,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("init", "zeros"),
             ("detach", True),
             ("epochs", 1),
-            ("loss", "huber"),
-            ("places", [0.5]),
+            ("loss", "histogram"),
         ]
     ],
     ("text", DATA | {"prompts.text": "This movie was really"}, "prompts.text", "with prompts.dataset"),

@@ -294,10 +294,9 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
 def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Optimizer:
     """One optimizer for actor and critic; at equal rates a single group, which takes half the time of two."""
     actor, critic = (list(part.parameters()) for part in (agent.actor_parts(), agent.critic_parts()))
-    constant = args.critic.schedule == "constant"
-    critic_options = {"lr": args.critic.lr, "metric": "value_lr", "constant": constant}
-    groups = [{"params": actor, "lr": args.optim.lr}, {"params": critic, **critic_options}]
-    if args.optim.lr == args.critic.lr and not constant:
+    critic_group = {"params": critic, "lr": args.critic.lr, "metric": "value_lr"}
+    groups = [{"params": actor, "lr": args.optim.lr}, critic_group]
+    if args.optim.lr == args.critic.lr:
         groups = [{"params": actor + critic, "lr": args.optim.lr}]
     return build_optimizer(
         [group | {"weight_decay": args.optim.weight_decay} for group in groups if group["params"]],

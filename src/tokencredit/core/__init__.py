@@ -34,7 +34,7 @@ _NAMES = {
     "kl_limit": "Attainable attainable",
     "logprobs": "token_kl token_logprobs token_loss token_stats truncated_logprobs",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
-    "reduction_count smoothed_histogram sparse_mask token_weights total_loss value_loss weighted_sum",
+    "reduction_count smoothed_histogram token_weights total_loss value_loss weighted_sum",
     "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation masked_mean "
     "masked_sum moments moments_and_centred whiten zero_outside",
     "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "

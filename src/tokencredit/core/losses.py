@@ -10,18 +10,15 @@ their losses and gradients add up to those of the whole batch without another di
 by `learn.objective`: `Objective.total` for the policy, `Loss.total` with the critic.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokencredit.core.argument_checks import (
     require_choice,
     require_flags,
     require_not_negative,
-    require_positive,
-    require_rows,
     require_shape,
     require_tensors,
 )
@@ -105,15 +102,11 @@ def value_loss(
     mask: Tensor | None = None,
     *,
     clip: float | None = None,
-    huber_delta: float | None = None,
 ) -> Tensor:
     """½ (V − R)², or the maximum of that and ½ (V_clipped − R)², with V_clipped within ± clip of the old value.
 
     The clipped form is from OpenAI's baselines (`ppo2`); the PPO paper does not mention it. Engstrom et al. 2020 (arXiv
     2005.12729), section 3, describe and measure its effect.
-
-    With `huber_delta` = δ each square is replaced by the Huber loss (Huber 1964, "Robust estimation of a location
-    parameter") of the error e: ½ e² where |e| ≤ δ, and δ (|e| − ½ δ) elsewhere, which bounds the gradient by δ.
 
     Args:
         values: V, from the critic in training; any shape.
@@ -121,24 +114,23 @@ def value_loss(
         returns: R, the target; no gradient flows into it or into `old_values`.
         mask: bool; the loss is 0 where it is false. None: every element counts.
         clip: distance from the old value beyond which V is clipped, in units of value. None: no clip.
-        huber_delta: δ, in units of value, above 0. None: squared error.
 
     Returns:
         The loss of each token, with the shape of `values`.
 
     Raises:
-        ValueError: shapes differ, `clip` is negative, or `huber_delta` is not above 0.
+        ValueError: shapes differ, or `clip` is negative.
     """
     require_tensors(values=values)
     require_shape("old_values", old_values, values.shape)
     require_shape("returns", returns, values.shape)
     values, returns = zero_outside(values, mask), zero_outside(returns.detach(), mask)
-    error = _doubled_loss(values, returns, huber_delta)
+    error = (values - returns).square()
     if clip is not None:
         require_not_negative("value clip", clip)
         old_values = zero_outside(old_values.detach(), mask)
         clipped = old_values + (values - old_values).clamp(-clip, clip)
-        error = torch.maximum(error, _doubled_loss(clipped, returns, huber_delta))
+        error = torch.maximum(error, (clipped - returns).square())
     return 0.5 * error
 
 
@@ -182,25 +174,6 @@ def histogram_values(logits: Tensor, edges: Tensor) -> Tensor:
     require_tensors(logits=logits, edges=edges)
     values: Tensor = at_least_float32(logits).softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
     return values
-
-
-def sparse_mask(mask: Tensor, places: Sequence[float]) -> Tensor:
-    """Mask of a few acted tokens per row: for each place, number round((n − 1) · place) of n, counted from 0.
-
-    A place below 1 never selects the last token, unless that is the only one; halves round to even. Li et al. 2026
-    (SP³O, arXiv 2609.18708), with places 0.3, 0.6 and 0.9: neighbouring states are nearly the same, so a loss on all of
-    them repeats one update, and with the same return for all it also penalises every difference between their values.
-
-    Places run from 0, the first acted token, to 1, the last. Mask and result are bool `[batch, time]`; a short row may
-    have fewer tokens than places.
-    """
-    require_rows("mask", mask)
-    last = (mask.sum(1, keepdim=True) - 1).double()
-    chosen, acted_index = torch.zeros_like(mask), mask.cumsum(1) - 1
-    for place in places:
-        index = (last * place).round()
-        chosen |= acted_index == (index.minimum(last - 1).clamp(min=0) if place < 1 else index)
-    return chosen & mask
 
 
 def reduction_count(mask: Tensor, by: str = "token", horizon: int | None = None) -> Tensor:
@@ -351,14 +324,6 @@ def ratio_stats(
     below = torch.full_like(ratio, -torch.inf)
     extremes = torch.stack([torch.where(mask, ratio, below).max(), torch.where(mask, -ratio, below).max()])
     return RatioStats(sums, extremes)
-
-
-def _doubled_loss(values: Tensor, returns: Tensor, huber_delta: float | None) -> Tensor:
-    """(V − R)², or twice the Huber loss."""
-    if huber_delta is None:
-        return (values - returns).square()
-    require_positive("huber_delta", huber_delta)
-    return 2 * nn.functional.huber_loss(values, returns, reduction="none", delta=huber_delta)
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None) -> Tensor:

@@ -130,16 +130,13 @@ class Learner:
         metrics = update_metrics(records, self.objective.clip, self.processes)
         return metrics | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
 
-    def pretrain_critic(
-        self, experience: Experience, *, scale: float = 1.0, on_step: OnStep = raise_non_finite
-    ) -> dict[str, float]:
+    def pretrain_critic(self, experience: Experience, *, on_step: OnStep = raise_non_finite) -> dict[str, float]:
         """Fit the critic's own parameters to the returns of one rollout, with as many steps as it takes in an update.
 
-        Ignores the learning-rate schedule and the value clip, which would slow down a critic that is still far off;
-        `scale` is a factor on the full learning rates. Returns the critic's metrics of `update`, and `bad_steps`.
+        Ignores the learning-rate schedule and the value clip, which would slow down a critic that is still far off.
+        Returns the critic's metrics of `update`, and `bad_steps`.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = scale * group["initial_lr"]
+        set_rates(self.optimizer, 1.0)
         adapt_heads(self.value_heads, experience, self.processes)
         with training(self.training_modules):
             joint, objective = self.settings.epochs if self.objective.value_coef > 0 else 0, unclipped(self.objective)

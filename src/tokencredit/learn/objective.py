@@ -18,7 +18,6 @@ from tokencredit.core.losses import (
     clipped_surrogate,
     histogram_loss,
     reduction_count,
-    sparse_mask,
     token_weights,
     value_loss,
     weighted_sum,
@@ -149,10 +148,6 @@ class Objective:
     clip: Clip = 0.2
     dual_clip: float | None = None
     value_clip: float | None = None
-    huber_delta: float | None = None
-    """δ of the Huber loss for values; None for squared error."""
-    value_places: tuple[float, ...] = ()
-    """Relative positions in a row at which the value loss counts (`core.losses.sparse_mask`); empty for all tokens."""
     value_coef: float = 0.5
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
@@ -169,23 +164,15 @@ class Objective:
 
     additive = True
 
-    def value_mask(self, mask: Tensor, value_mask: Tensor | None = None) -> Tensor:
-        """True at the tokens in the value loss; arguments as in `count`."""
-        if self.value_places:
-            return sparse_mask(mask, self.value_places)
-        return mask if value_mask is None else value_mask
-
     def count(self, mask: Tensor, value_mask: Tensor | None = None) -> Tensor:
         """This process's contribution to the divisors of the token weights; sum it over processes.
 
         Two numbers: for the policy's terms, and for the value loss. Arguments as in `Experience`.
         """
         count = reduction_count(mask, self.reduction, self.horizon)
-        sparse = self.value_mask(mask, value_mask)
-        if sparse is mask:
+        if value_mask is None:
             return count.repeat(2)
-        horizon = len(self.value_places) or self.value_horizon or self.horizon
-        return torch.stack([count, reduction_count(sparse, self.reduction, horizon)])
+        return torch.stack([count, reduction_count(value_mask, self.reduction, self.value_horizon or self.horizon)])
 
     def token_losses(self, now: TokenStats, rows: Experience, at: Tensor) -> dict[str, Tensor]:
         """Each term of the policy loss at acted tokens `[tokens]`, before its coefficient.
@@ -326,15 +313,13 @@ class MicroBatchLoss:
 
     def value_loss(self, now: CriticOutputs) -> Tensor:
         """The critic's part, before its coefficient, with its gradient."""
-        rows, objective = self.rows, self.objective
-        mask = objective.value_mask(rows.mask, rows.value_mask)
-        weights = self.weights if mask is rows.mask else self._weights(mask, 1)
+        rows = self.rows
+        weights = self.weights if rows.value_mask is None else self._weights(rows.value_mask, 1)
         if now.histogram is not None:
             acted = self._indices(0, len(now.histogram.logits))
             losses = histogram_loss(now.histogram.logits, rows.returns.flatten()[acted], now.histogram.edges)
             return weighted_sum(losses, weights.flatten()[acted])
         assert rows.values is not None
-        clip, huber_delta = objective.value_clip, objective.huber_delta
         values, old_values, returns = (x / now.scale for x in (now.values, rows.values, rows.returns))
-        losses = value_loss(values, old_values, returns, rows.mask, clip=clip, huber_delta=huber_delta)
+        losses = value_loss(values, old_values, returns, rows.mask, clip=self.objective.value_clip)
         return weighted_sum(losses, weights)

@@ -24,8 +24,7 @@ def build_optimizer(
     al. 2025, arXiv 2502.16982, eq. 4), so that one learning rate serves both.
 
     Args:
-        groups: dicts of `params` (tensors), `lr` and, if it is not 0, `weight_decay`; `constant` if the schedule does
-            not apply to their learning rate.
+        groups: dicts of `params` (tensors), `lr` and, if it is not 0, `weight_decay`.
         name: "adamw" or "muon".
         hidden: the matrices for Muon, see `hidden_matrices`; each keeps the `lr` and `weight_decay` of its group.
         eps: AdamW's epsilon.
@@ -117,11 +116,10 @@ class MuonAdamW(torch.optim.Optimizer):
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> list[float]:
     """Scale each group's initial learning rate by a factor; returns the rates.
 
-    A group marked `constant` keeps its rate. PyTorch's LambdaLR does the same, but adds state that a run does not need,
-    since it knows its iteration.
+    PyTorch's LambdaLR does the same, but adds state that a run does not need, since it knows its iteration.
     """
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * (1.0 if group.get("constant") else factor)
+        group["lr"] = group["initial_lr"] * factor
     return [group["lr"] for group in optimizer.param_groups]
 
 

@@ -28,9 +28,6 @@ FREE = (
     "critic.lr",
     "critic.coef",
     "critic.clip",
-    "critic.huber_delta",
-    "critic.places",
-    "critic.schedule",
     "critic.warmup",
     "env.processes",
 )

@@ -75,8 +75,6 @@ class AgentCriticConfig(CriticTraining):
     lr: float = setting(2.5e-4, needs=LEARNS, above=0)
     """Learning rate of the critic's own parameters."""
     coef: float = setting(1.0, needs=EXISTS, at_least=0)
-    loss: Literal["mse", "huber"] = setting("mse", needs=LEARNS)
-    """Value loss: half the squared error, or Huber, which is linear in large errors."""
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -70,21 +69,13 @@ class CriticTraining(Group):
     """Critic: a value head on the policy's trunk (shared), a model of its own (separate), or none."""
     lr: float = setting(1e-3, needs=LEARNS, above=0)
     """Learning rate of the value head."""
-    schedule: Literal["optim", "constant"] = setting("optim", needs=LEARNS)
-    """Schedule of the critic's learning rates: as the policy's (`optim.schedule`, `optim.warmup`), or constant, so that
-    the critic keeps up while the policy slows down."""
     coef: float = setting(0.5, needs=EXISTS, at_least=0)
     """Weight of the value loss in the sum with the policy loss. With 0 the critic learns only in its own passes
     (`epochs`)."""
-    loss: Literal["mse", "huber", "histogram"] = setting("mse", needs=LEARNS)
-    """Value loss. mse: half the squared error. huber: linear in large errors. histogram: cross-entropy against a
-    Gaussian-smoothed histogram of returns (HL-Gauss). Its mean is the value; its bins span all returns so far. For
-    texts, mse and huber divide values and returns by the returns' running deviation where that is above 1."""
-    huber_delta: float = setting(1.0, needs="loss: huber", above=0)
-    """Error above which `huber` is linear, in the units of `clip`."""
-    clip: float | None = setting(0.2, needs=(EXISTS, "loss: mse, huber"), above=0)
+    clip: float | None = setting(0.2, needs=EXISTS, above=0)
     """Value clipping: within an update, a value that has moved further than this from where it began gets no gradient
-    to move on. In units of value, or of the returns' deviation where `loss` divides by it; null for none."""
+    to move on. In units of value, or for texts of the returns' running deviation where that is above 1; null for
+    none."""
     warmup: int = setting(0, needs=LEARNS, at_least=0)
     """Iterations at the start in which only the critic learns."""
     epochs: int = setting(0, needs=EXISTS, at_least=0)
@@ -109,6 +100,12 @@ class CriticTraining(Group):
 class CriticConfig(CriticTraining):
     """The critic: its model and how it learns."""
 
+    loss: Literal["mse", "histogram"] = setting("mse", needs=LEARNS)
+    """Value loss. mse: half the squared error; values and returns are divided by the returns' running deviation where
+    that is above 1. histogram: cross-entropy against a Gaussian-smoothed histogram of returns with 51 bins (HL-Gauss).
+    Its mean is the value. The bins span all returns so far, so that one extreme return widens them for good; see
+    score.clip."""
+    clip: float | None = setting(0.2, needs=(EXISTS, "loss: mse"), above=0)
     prefix_every: int | Literal["auto"] = setting("auto", needs=EXISTS, at_least=0)
     """Tokens between the prefixes of a completion that are scored, by classifiers, reward models and terms with
     `prefix: true`; 0 for none. The values are then a fit of the returns to these scores, to which the critic adds what
@@ -126,9 +123,6 @@ class CriticConfig(CriticTraining):
     """Number of separate critics whose values are averaged. Completion i of a batch trains only critic i modulo
     `members`, which divides a prompt's completions among them, as in AsyPPO (arXiv 2510.01656), whose masks by
     disagreement are not implemented. More than one needs `clip: null`."""
-    freeze: Literal["none", "attention"] = setting("none", needs=("kind: separate", "not detach"))
-    """Frozen part of a separate critic's trunk. `attention` trains embeddings, MLPs, norms outside attention and the
-    head only (SAO, arXiv 2607.07508)."""
     head: Literal["linear", "mlp"] = setting("mlp", needs=EXISTS)
     """Value head on the last hidden state: one linear layer, or an MLP with a hidden width of four times the
     trunk's."""
@@ -138,17 +132,10 @@ class CriticConfig(CriticTraining):
     """Initialization of the value head. saved: the one saved with the model, else zeros. zeros: last layer zero, so it
     predicts 0. orthogonal: orthogonal weights. default: PyTorch's. Only `saved` also loads the critic's trunk saved
     with `model.name`."""
-    gain: float = setting(1.0, needs="init: orthogonal", above=0)
-    """Gain of the last layer of an orthogonal head."""
-    hidden_gain: float = setting(math.sqrt(2), needs=("init: orthogonal", "head: mlp"), above=0)
-    """Gain of the hidden layer of an orthogonal MLP head."""
     pretrain: int = setting(0, needs=LEARNS, at_least=0)
     """Largest number of batches on which the critic alone is trained before the first iteration. Each is freshly
     sampled, and takes as many steps as an iteration. Pretraining ends early once the explained variance of new batches
     stops rising. These batches do not count in run.iterations."""
-    pretrain_scale: float = setting(1.0, needs="pretrain", above=0)
-    """Factor on the critic's learning rates (`lr`, `trunk_lr`) during pretraining. Values above 1 learn fast while the
-    policy is fixed, at rates that would later make the critic forget."""
     continuations: int = setting(0, needs=LEARNS, at_least=0)
     """Continuations sampled from each of `continued_states` states per completion. At these states their mean return
     replaces the sampled return as the critic's target, as in VinePPO. With 4 continuations of 1 state, sampling and
@@ -158,8 +145,3 @@ class CriticConfig(CriticTraining):
     detach: bool = setting(False, needs=LEARNS)
     """Stop the gradient of the value loss at the head: a shared trunk is trained by the policy alone, a separate one
     stays frozen."""
-    bins: int = setting(51, needs="loss: histogram", at_least=16, at_most=1024)
-    """Bins of the histogram. A single extreme return widens them for good; see score.clip."""
-    places: list[float] | None = setting(None, needs=LEARNS)
-    """Relative positions of the tokens with a value loss, from 0 (first) to 1 (last); null for every token. SP3O uses
-    [0.3, 0.6, 0.9], to keep values from staying flat over a completion."""

@@ -130,12 +130,7 @@ class PPOConfig(Configuration):
             raise ConfigError("reward[…].weight is 0 in all terms, so all completions would score the same; change one")
 
     def _check_critic(self) -> None:
-        critic, places = self.critic, self.critic.places
-        if places is not None and not (places == sorted(set(places)) and places and 0 <= places[0] <= places[-1] <= 1):
-            refuse(self, "critic.places", "it must be ascending numbers from 0 to 1, or null")
-        if places is not None and critic.continuations:
-            reason = "the value loss would skip most continued states; leave one of them out"
-            refuse(self, "critic.continuations critic.places", reason)
+        critic = self.critic
         if critic.members > 1 and critic.loss == "histogram":
             refuse(self, "critic.loss critic.members", "a histogram needs a single critic; leave one of them out")
         if critic.members > 1 and critic.clip is not None:
@@ -271,9 +266,6 @@ class PPOConfig(Configuration):
 
     def check_turns(self) -> None:
         """Raise `ConfigError` for settings that episodes of several turns do not have."""
-        if self.advantage.unit == "turn" and self.critic.places:
-            reason = "a turn has one value, and places choose tokens; leave one of them out"
-            refuse(self, "advantage.unit critic.places", reason)
         for key in ("critic.continuations", "audit.every"):
             if attrgetter(key)(self):
                 refuse(self, key, "continuations begin inside an episode, where no environment can start: leave it out")

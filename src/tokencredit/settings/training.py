@@ -119,7 +119,6 @@ class PPOSettings(Group):
             "clip": (self.clip, self.clip if self.clip_high is None else self.clip_high),
             "dual_clip": self.dual_clip,
             "value_clip": critic.clip,
-            "huber_delta": critic.huber_delta if critic.loss == "huber" else None,
             "value_coef": critic.coef,
             "entropy_coef": self.entropy_coef,
         }

@@ -91,7 +91,6 @@ def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
     groups = [
         {"params": [p for x in modules for p in trainable(x)], "lr": lr, "metric": metric}
         | {"weight_decay": args.optim.weight_decay}
-        | {"constant": metric != "lr" and args.critic.schedule == "constant"}
         for metric, modules, lr in parts
     ]
     return [group for group in groups if group["params"]]
@@ -105,7 +104,6 @@ def build_objective(args: PPOConfig) -> Objective:
         **args.ppo.objective(args.critic),
         "kl_estimator": kl.estimator if kl.place == "loss" and kl.estimator != "full" else None,
         "horizon": args.rollout.max_new_tokens,
-        "value_places": tuple(args.critic.places or ()),
         "value_horizon": args.env.max_turns if args.advantage.unit == "turn" else None,
         "interpolation": interpolation if off_policy.proximal == "interpolated" else None,
     }

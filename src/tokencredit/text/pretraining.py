@@ -100,8 +100,7 @@ class Pretraining:
             row |= {"return_mean": returns / values, "reward": reward / settings.batch_size, "tokens": tokens}
             with self.stages("update"), self.pipeline.precision.updates():
                 on_step = partial(count_step, self.record, 0, scored)
-                scale = self.args.critic.pretrain_scale
-                row |= self.learner.pretrain_critic(experience, scale=scale, on_step=on_step)
+                row |= self.learner.pretrain_critic(experience, on_step=on_step)
             self.pipeline.weights_changed(self.record.event)
         row["seconds"] = time.perf_counter() - began
         if self.record.main:

@@ -173,7 +173,7 @@ def test_dropout_is_on_when_asked_for(model_folders):
     assert not torch.equal(first, second)
 
 
-def test_an_orthogonal_head_has_the_gains_it_was_given():
-    head = build_value_head("mlp", 8, "orthogonal", gain=0.01, hidden_gain=3.0)
-    assert float(head[-1].weight.detach().norm()) == pytest.approx(0.01, rel=1e-4)
-    torch.testing.assert_close(head[0].weight.T @ head[0].weight, 9 * torch.eye(8), atol=1e-5, rtol=1e-5)
+def test_an_orthogonal_head_has_gains_of_1_and_the_root_of_2():
+    head = build_value_head("mlp", 8, "orthogonal")
+    assert float(head[-1].weight.detach().norm()) == pytest.approx(1, rel=1e-4)
+    torch.testing.assert_close(head[0].weight.T @ head[0].weight, 2 * torch.eye(8), atol=1e-5, rtol=1e-5)

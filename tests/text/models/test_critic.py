@@ -205,14 +205,10 @@ def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_
     assert metrics["critic_value_loss"] < 0.01 * metrics["value_loss"]
 
 
-@pytest.mark.parametrize(
-    ("loss", "kind"),
-    [("huber", "shared"), ("histogram", "separate"), *proofs(("histogram", "shared"))],
-)
+@pytest.mark.parametrize("kind", ["separate", *proofs("shared")])
 @pytest.mark.slow
-def test_every_loss_fits_the_returns(loss, kind, tmp_path):
-    options = {"epochs": 60} if loss == "histogram" else {"epochs": 150, "clip": None, "huber_delta": 0.1}
-    changes = FIT | {"critic": CriticConfig(kind=kind, lr=1e-2, loss=loss, **options)}
+def test_a_histogram_fits_the_returns(kind, tmp_path):
+    changes = FIT | {"critic": CriticConfig(kind=kind, lr=1e-2, loss="histogram", epochs=60)}
     changes["ppo"] = UpdateConfig(epochs=2, minibatches=1)
     trainer = PPOTrainer(args=small(tmp_path, **changes))
     scored = trainer.collect()
@@ -228,7 +224,7 @@ def test_every_loss_fits_the_returns(loss, kind, tmp_path):
     [("linear", False), ("mlp", True), *proofs(("linear", True), ("mlp", False))],
 )
 def test_a_histogram_s_values_are_0_at_first_then_the_same_in_every_pass_and_after_loading(head, detach, tmp_path):
-    critic = CriticConfig(loss="histogram", head=head, detach=detach, bins=31, lr=1e-2)
+    critic = CriticConfig(loss="histogram", head=head, detach=detach, lr=1e-2)
     trainer = PPOTrainer(args=small(tmp_path / "a", critic=critic))
     assert trainer.collect().rollout.values.abs().max() == 0
     trainer.train()
@@ -241,7 +237,7 @@ def test_a_histogram_s_values_are_0_at_first_then_the_same_in_every_pass_and_aft
     assert now[mask].unique().numel() > 8
     torch.testing.assert_close(rollout.values[mask], now[mask], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(outputs.values[mask], now[mask], atol=1e-5, rtol=1e-4)
-    assert outputs.histogram.logits.shape == (int(mask.sum()), 31)
+    assert outputs.histogram.logits.shape == (int(mask.sum()), 51)
     inside = trainer.policy.critic.head.support
     assert bool(((now[mask] > inside[0]) & (now[mask] < inside[1])).all())
     model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
@@ -260,18 +256,6 @@ def test_a_histogram_s_gradient_reaches_the_trunk_unless_it_is_detached(tmp_path
         assert all(p.grad is not None for p in trainer.policy.critic.head.parameters())
         gradient = trainer.policy.lm.get_input_embeddings().weight.grad
         assert (gradient is None) is detach
-
-
-def test_the_value_loss_counts_at_the_places_alone(tmp_path):
-    args = small(tmp_path, critic=CriticConfig(places=[0.0, 0.5], clip=None), ppo=UpdateConfig(epochs=1, minibatches=1))
-    trainer = PPOTrainer(args=args)
-    batch, experience = trainer.credit.give(trainer.collect())
-    losses = []
-    for values, returns, length in zip(experience.values, experience.returns, experience.mask.sum(1), strict=True):
-        numbers = {0, min(round((int(length) - 1) * 0.5), max(int(length) - 2, 0))}
-        losses += [0.5 * (values[n] - returns[n]).item() ** 2 for n in numbers]
-    metrics = trainer.update(1, batch, experience)
-    assert metrics["value_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 def test_steps_of_the_critic_alone_compute_no_vocabulary(tmp_path):

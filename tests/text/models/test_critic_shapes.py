@@ -1,4 +1,4 @@
-"""Critics on fewer layers, of several members, with frozen attention, and from classifiers."""
+"""Critics on fewer layers, of several members and from classifiers."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from tokencredit.settings.training import OptimConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.architecture import attention_of, layers_of, trunk_of
+from tokencredit.text.models.architecture import layers_of, trunk_of
 from tokencredit.text.models.critic import Critic, Ensemble, build_value_head
 from tokencredit.text.models.model_loading import load_language_model, resolve
 from tokencredit.text.models.run_models import build_policy, save_policy
@@ -221,15 +221,9 @@ def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(fa
             {"kind": "separate", "layers": 1},
             r"GPTNeoXJapaneseModel with critic\.layers: 1 cannot be truncated: .*; leave it out",
         ),
-        (
-            "mamba",
-            MAMBA,
-            {"kind": "separate", "freeze": "attention"},
-            r"critic\.freeze is attention, and MambaModel has no module whose name ends in attn or attention",
-        ),
     ],
 )
-def test_a_model_that_cannot_be_cut_or_frozen_is_refused(family, shape, critic, message, tokenizer):
+def test_a_model_that_cannot_be_cut_is_refused(family, shape, critic, message, tokenizer):
     with pytest.raises(ConfigError, match=message):
         random_policy(family, shape, tokenizer, **critic)
 
@@ -367,43 +361,13 @@ def test_more_members_than_completions_are_refused(tmp_path):
         small(tmp_path, kind="separate", members=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.proof)])
-def test_frozen_attention_stays_bit_for_bit_and_all_else_learns(name, tmp_path):
-    args = small(tmp_path, kind="separate", freeze="attention", lr=1e-2, epochs=1)
-    args.optim.name = name
-    trainer = PPOTrainer(args=args)
-    critic = trainer.policy.critic
-    names = {key for key, _ in critic.named_parameters()}
-    frozen = {key for key in names if ".attn." in key}
-    assert len(frozen) == 2 * 4, "a weight and a bias of two products in each of two layers"
-    before = {key: x.clone() for key, x in critic.state_dict().items()}
-    for number in (1, 2):
-        trainer.iteration(number)
-    moved = {key for key in names if not torch.equal(critic.state_dict()[key], before[key])}
-    assert moved == names - frozen
-    assert all(p.requires_grad for p in trainer.policy.lm.parameters()), "the policy's own attention learns"
-
-
-def test_norms_before_attention_are_no_attention(folder):
-    policy, _, _ = built(folder, freeze="attention", **SEPARATE)
-    trunk = policy.critic.trunk
-    inside = {id(p) for module in attention_of(trunk) for p in module.parameters()}
-    assert {id(p) for p in trunk.parameters() if not p.requires_grad} == inside
-    layer = layers_of(trunk)[0]
-    (attention,) = (x for name, x in layer.named_children() if name in ("attn", "self_attn", "attention"))
-    outside = [p for p in layer.parameters() if id(p) not in {id(q) for q in attention.parameters()}]
-    assert outside
-    assert all(p.requires_grad for p in outside)
-
-
 def test_a_causal_classifier_with_the_policys_tokens_starts_a_critic(tokenizer, tmp_path):
     torch.manual_seed(0)
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": len(tokenizer)}
     classifier = GPT2ForSequenceClassification(GPT2Config(pad_token_id=0, **shape))
     classifier.save_pretrained(tmp_path / "classifier")
     tokenizer.save_pretrained(tmp_path / "classifier")
-    args = small(tmp_path / "run", kind="separate", name=str(tmp_path / "classifier"), layers=1, freeze="attention")
+    args = small(tmp_path / "run", kind="separate", name=str(tmp_path / "classifier"), layers=1)
     trainer = PPOTrainer(args=args)
     expected, critic = classifier.transformer.state_dict(), trainer.policy.critic
     assert all(torch.equal(x, expected[key]) for key, x in critic.trunk.state_dict().items())

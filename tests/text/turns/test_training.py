@@ -160,10 +160,6 @@ def test_evaluations_play_other_episodes_than_training(tmp_path):
             {"eval": EvalConfig(every=1, max_new_tokens=24)},
             "eval.max_new_tokens is 24; it must be at least rollout.max_new_tokens",
         ),
-        (
-            {"advantage": AdvantageConfig(unit="turn"), "critic": CriticConfig(places=[0.5])},
-            "advantage.unit is turn, and critic.places is .*; leave one of them out",
-        ),
     ],
 )
 def test_settings_that_episodes_do_not_have_are_refused(groups, message, tmp_path):

@@ -24,7 +24,7 @@ from tokencredit.learn.objective import CriticOutputs
 from tokencredit.learn.value_heads import HistogramHead, ScaledHead
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.model import CriticConfig, ModelConfig
-from tokencredit.text.models.architecture import attention_of, cut_layers, layer_limit, trunk_of, width
+from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of, width
 from tokencredit.text.models.model_loading import (
     as_config_error,
     check_same_ids,
@@ -38,6 +38,8 @@ from tokencredit.text.models.sharded_loading import Sharding
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
 """Names of a saved critic beside the policy's files; further ones have a number in the name, from 2."""
+BINS = 51
+"""Bins of a head with `critic.loss: histogram`."""
 LAYERS, FITTED = "layers", "fitted"
 """Metadata keys of a value head's file: the layer of the policy's trunk that it reads, if not the last; and that its
 outputs are what a fit to scores of prefixes leaves of the values."""
@@ -139,15 +141,13 @@ def build_value_head(
     kind: str,
     size: int,
     init: str = "zeros",
-    gain: float = 1.0,
-    hidden_gain: float = math.sqrt(2),
     bins: int | None = None,
 ) -> ScaledHead | HistogramHead:
     """A value head: one layer (`linear`), or two with a hidden width of four times `size` (`mlp`).
 
     With `bins` it predicts a histogram of returns. With `zeros` an untrained critic predicts 0 rather than noise. With
-    `orthogonal` the last layer starts with a row of norm `gain`, and a layer before it with orthogonal columns of norm
-    `hidden_gain`; 1 and √2 are the usual choice (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
+    `orthogonal` the last layer starts with a row of norm 1, and a layer before it with orthogonal columns of norm √2
+    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
     `default` keeps the initialization of `nn.Linear`.
     """
     last = nn.Linear(size if kind == "linear" else 4 * size, bins or 1)
@@ -155,7 +155,7 @@ def build_value_head(
     for layer in layers[::2]:
         assert isinstance(layer, nn.Linear)
         if init == "orthogonal":
-            nn.init.orthogonal_(layer.weight, gain if layer is last else hidden_gain)
+            nn.init.orthogonal_(layer.weight, 1.0 if layer is last else math.sqrt(2))
         elif init == "zeros" and layer is last:
             nn.init.zeros_(layer.weight)
         if init == "orthogonal" or (init == "zeros" and layer is last):
@@ -241,11 +241,11 @@ def build_critic(
         return None, []
     tap = None if trunks else layer_limit(args.layers, lm)
     init = "zeros" if args.init == "saved" else args.init
-    bins = args.bins if args.loss == "histogram" else None
+    bins = BINS if args.loss == "histogram" else None
     size = width(trunks[0] if trunks else lm) if tap is None else lm.config.get_text_config().hidden_size
     members = []
     for number in range(args.members):
-        head = build_value_head(args.head, size, init, args.gain, args.hidden_gain, bins)
+        head = build_value_head(args.head, size, init, bins)
         trunk, fitted = trunks[number] if trunks else None, args.prefix_every not in (0, "auto")
         members.append(Critic(head, trunk, detach=args.detach, tap=tap, fitted=fitted))
     critic = members[0] if len(members) == 1 else Ensemble(members)
@@ -291,7 +291,7 @@ def build_trunks(
 
     Raises:
         ConfigError: one cannot be loaded, has another vocabulary (by its tokenizer or, without one, by its size), has
-            other layers than `critic.layers`, or has no attention to freeze.
+            other layers than `critic.layers`.
     """
     if args.kind != "separate":
         return []
@@ -325,14 +325,6 @@ def build_trunks(
     while len(trunks) < args.members:
         # A sharded module cannot be copied, but loaded again.
         trunks.append(load(0) if is_sharded(trunks[0]) else deepcopy(trunks[0]))
-    for trunk in trunks if args.freeze == "attention" else ():
-        if not (modules := attention_of(trunk)):
-            raise ConfigError(
-                f"critic.freeze is attention, and {type(trunk).__name__} has no module whose name ends in attn or "
-                "attention; leave it out"
-            )
-        for module in modules:
-            module.requires_grad_(False)
     return trunks
 
 

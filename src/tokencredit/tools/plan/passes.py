@@ -21,7 +21,7 @@ from tokencredit.text.engines.local.sampling import Decoding
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding, static_obstacle
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.adapters import add_adapter, lora_config
-from tokencredit.text.models.architecture import attention_of, cut_layers, layer_limit, trunk_of
+from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of
 from tokencredit.text.models.critic import build_critic, saved_start
 from tokencredit.text.models.kv_cache import CachedSteps
 from tokencredit.text.models.model_loading import as_config_error, base_model, fuse_gelu, resolve
@@ -85,8 +85,6 @@ def critic_trunk(work: Work) -> PreTrainedModel:
         trunk = causal_lm(base_config(model, name), model, AutoModel)
     if (limit := layer_limit(args.layers, trunk)) is not None:
         cut_layers(trunk, limit)
-    for module in attention_of(trunk) if args.freeze == "attention" else ():
-        module.requires_grad_(False)
     return trunk
 
 
