@@ -46,13 +46,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no pretraining": {"": RECIPE, "critic.pretrain": 0},
     "twice the rates": {"": RECIPE, "critic.trunk_lr": 1e-3, "critic.lr": 1e-3},
     "trunk at the policy's rate": {"": RECIPE, "critic.trunk_lr": 1e-4},
-    "buffer": {"": RECIPE, "critic.buffer": 2},
     "lam 0": {"": RECIPE, "advantage.lam": 0.0},
     "lam 0.95": {"": RECIPE, "advantage.lam": 0.95},
-    "two halves": {"": RECIPE, "critic.members": 2, "critic.clip": None},
     "probe": {"": RECIPE, "critic.kind": "shared", "critic.detach": True, "critic.trunk_lr": None},
     "histogram": {"": RECIPE, "critic.loss": "histogram"},
-    "continuations": {"": RECIPE, "critic.continuations": 4, "critic.continued_states": 2},
 }
 """Settings of each by key; with `""`, those of the recipe stand beneath them."""
 KEPT = ("reward", "kl", "length", "ref_logprob", "distinct", "explained_variance", "lam", "seconds")

@@ -285,7 +285,7 @@ def test_pickles_in_a_checkpoint_are_refused(bomb, tmp_path):
     args = ControlConfig(
         run=run,
         steps=8,
-        critic=AgentCriticConfig(epochs=1, buffer=1),
+        critic=AgentCriticConfig(epochs=1),
         ppo=AgentUpdateConfig(minibatches=1),
         eval=EpisodesConfig(episodes=0),
     )

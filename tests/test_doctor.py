@@ -14,7 +14,7 @@ from tokencredit.runs.diagnosis import diagnose
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AuditConfig, UpdateConfig
+from tokencredit.settings.training import AuditConfig, OptimConfig, UpdateConfig
 from tokencredit.text.audit.completion_auditor import CompletionAuditor
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.credit import Credit
@@ -89,8 +89,8 @@ def trained(tmp_path_factory):
                 # The more tokens follow a token, the more luck there is in what λ = 1 credits to it.
                 length = {"vowels": 8, "odd": 16}[name]
                 rollout = RolloutConfig(batch_size=64, max_new_tokens=length, stop_at_eos=False)
-                groups["critic"] = CriticConfig(kind="separate", trunk_lr=1e-3, epochs=8, warmup=20)
-                groups["ppo"] = UpdateConfig(epochs=1)
+                groups["critic"] = CriticConfig(kind="separate", trunk_lr=1e-3, epochs=8)
+                groups["ppo"], groups["optim"] = UpdateConfig(epochs=1), OptimConfig(lr=1e-9)
             rewards = {"vowels": vowels, "odd": odd}
             trainer = PPOTrainer(args=PPOConfig(rollout=rollout, **groups), reward_funcs=rewards.get(name))
             trainer.train()

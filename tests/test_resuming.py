@@ -109,20 +109,20 @@ TEXTS = {
         "model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2, dropout=0.1)),
         "critic": CriticConfig(layers=1, detach=True, epochs=1),
     },
-    "two half critics with frozen attention, large rewards": {
+    "a half critic, large rewards": {
         "reward": [FunctionTerm(function="length", kwargs={"unit": "characters"})],
-        "critic": CriticConfig(kind="separate", members=2, clip=None, layers=1, epochs=1),
+        "critic": CriticConfig(kind="separate", clip=None, layers=1, epochs=1),
     },
     "episodes of several turns, credit by turn": {
         "model": ModelConfig(name="builtin:grid", dtype="float32"),
         "env": EnvironmentConfig(factory="builtin:grid", turn_tokens=4, max_turns=3),
         "rollout": RolloutConfig(batch_size=8, max_new_tokens=120),
         "advantage": AdvantageConfig(unit="turn"),
-        "critic": CriticConfig(epochs=1, buffer=2),
+        "critic": CriticConfig(epochs=1),
         "eval": EvalConfig(every=2, samples=4, max_new_tokens=120),
     },
-    "pretrained separate critic of histograms, buffer": {
-        "critic": CriticConfig(kind="separate", layers=1, epochs=1, loss="histogram", buffer=2, pretrain=2),
+    "pretrained separate critic of histograms": {
+        "critic": CriticConfig(kind="separate", layers=1, epochs=1, loss="histogram", pretrain=2),
         "score": ScoreConfig(normalize="running"),
     },
 }
@@ -149,7 +149,7 @@ def test_a_resumed_language_model_equals_an_uninterrupted_run(what, tmp_path):
 AGENTS = {
     "a transformer, steps of the critic alone": {
         "agent": AgentConfig(policy="transformer", hidden=[16], context=4),
-        "critic": AgentCriticConfig(epochs=2, coef=0.0, buffer=2),
+        "critic": AgentCriticConfig(epochs=2, coef=0.0),
     },
     "MuJoCo, normalised, in processes": {
         "env": EnvConfig(id="Hopper-v5", number=2, processes=True, normalize_observations=True, normalize_rewards=True),

@@ -210,7 +210,6 @@ def test_estimators_that_compare_scores_of_texts_are_not_for_agents():
             r"agent\.hidden is .* agent\.heads is 4; .* a multiple of its heads",
         ),
         ({"agent": AgentConfig(hidden=[8, 0])}, r"^agent\.hidden is \[8, 0\]; each width must be at least 1$"),
-        ({"critic": AgentCriticConfig(warmup=4)}, r"^critic\.warmup is 4; it must be at most run\.iterations, 3$"),
     ],
 )
 def test_what_cannot_work_is_refused(changes, message, tmp_path):
@@ -267,14 +266,6 @@ def test_the_overview_has_environment_shapes_and_folder(env, observation, action
     assert list(told) == ["environment", "observation", "action", "agent", "device", "run"]
 
 
-def test_while_the_critic_warms_up_it_learns_alone(tmp_path):
-    trainer = ControlTrainer(small(tmp_path / "run", critic=AgentCriticConfig(warmup=1)))
-    before = {name: x.clone() for name, x in trainer.agent.state_dict().items()}
-    trainer.iteration(1)
-    moved = {name for name, x in trainer.agent.state_dict().items() if not torch.equal(x, before[name])}
-    assert moved == {name for name in before if name.startswith("critic")}
-
-
 @pytest.mark.slow
 @pytest.mark.proof  # learn/test_learner.py
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_bit(tmp_path):
@@ -305,7 +296,7 @@ def test_a_critic_without_weight_in_the_loss_learns_in_its_own_steps_alone(tmp_p
     trainer.iteration(1)
     learned = {name: x.clone() for name, x in trainer.agent.critic_parts().state_dict().items()}
     assert not torch.equal(learned["1.weight"], before)
-    trainer.learner.critic.settings = replace(trainer.learner.settings, critic_epochs=0)
+    trainer.learner.settings = replace(trainer.learner.settings, critic_epochs=0)
     trainer.iteration(2)
     assert all(torch.equal(x, learned[name]) for name, x in trainer.agent.critic_parts().state_dict().items())
 

@@ -47,7 +47,7 @@ def models(model_folders, tokenizer, tmp_path_factory):
     return folder
 
 
-PROOFS = ("tapped", "truncated", "requests", "continued", "wrapped", "ensemble")
+PROOFS = ("tapped", "truncated", "requests", "continued", "wrapped")
 
 
 def compared(models, folder, cases):
@@ -98,10 +98,9 @@ def test_the_trunk_of_a_separate_critic_is_sharded_by_itself(results):
 @pytest.mark.proof
 @slow
 @NEEDS_GLOO
-def test_the_trunks_of_wrapped_and_several_critics_are_sharded_by_themselves(proofs):
+def test_the_trunk_of_a_wrapped_critic_is_sharded_by_itself(proofs):
     case = proofs[1][0]
     assert case["wrapped"]["sharded"] == ["FSDPOPTForCausalLM", "FSDPOPTDecoder"]
-    assert case["ensemble"]["sharded"] == ["FSDPGPT2LMHeadModel", "FSDPGPT2Model", "FSDPGPT2Model"]
 
 
 @slow
@@ -143,9 +142,9 @@ def test_a_run_trains_as_in_one_process(results, alone, sampling):
             torch.testing.assert_close(weights[name], x, atol=1e-4, rtol=1e-4, msg=file)
 
 
-def test_audits_and_continuations_need_gathered_weights():
+def test_audits_and_episodes_need_gathered_weights():
     layers = {"run.shard": "full", "sharding.sampling": "layers"}
-    for own in ({"audit.every": 1}, {"critic.continuations": 1}, {"env.factory": "builtin:grid"}):
+    for own in ({"audit.every": 1}, {"env.factory": "builtin:grid"}):
         with pytest.raises(ConfigError, match=r"sharding\.sampling is layers"):
             PPOConfig.from_dict(layers | own)
 

@@ -40,15 +40,15 @@ CASES = {
     "target KL": ({}, {"target_kl": 1.0, "epochs": 6}),
     "fewer rows than processes": ({}, {"minibatches": 6, "epochs": 1}),
     "micro-batches": ({}, {"micro_batch_tokens": 16}),
-    "critic-only steps with a buffer": ({}, {"critic_epochs": 2, "critic_buffer": 2, "minibatches": 5}),
+    "critic-only steps": ({}, {"critic_epochs": 2, "minibatches": 5}),
     "constant reduction": ({"reduction": "constant"}, {"minibatches": 6}),
     "by sequence": ({"reduction": "sequence"}, {"minibatches": 6}),
     "GSPO": ({"kind": SequenceObjective, "clip": 0.05}, {"micro_batch_tokens": 16}),
     "DPPO": ({"kind": partial(WeightedObjective, divergence="tv", divergence_limit=0.05)}, {"micro_batch_tokens": 16}),
-    "importance weights": ({"weighted": True}, {"micro_batch_tokens": 16, "critic_epochs": 1, "critic_buffer": 2}),
+    "importance weights": ({"weighted": True}, {"micro_batch_tokens": 16, "critic_epochs": 1}),
     "interpolated by age": (
         {"aged": True, "interpolation": Interpolation("clip", high=1.1)},
-        {"micro_batch_tokens": 16, "critic_epochs": 1, "critic_buffer": 2},
+        {"micro_batch_tokens": 16, "critic_epochs": 1},
     ),
 }
 """Settings of the objective and of the update; `weighted` and `aged` are of the experience."""
@@ -57,20 +57,18 @@ SEPARATE = {
     "separate critic": {"micro_batch_tokens": None},
     "separate critic, micro-batches": {"minibatches": 2},  # several rows in a process
     "separate critic, not clipped": {"max_grad_norm": None},
-    "separate critic, critic-only steps": {"critic_epochs": 2, "critic_buffer": 1},
+    "separate critic, critic-only steps": {"critic_epochs": 2},
     "separate critic, whitened": {"whiten_minibatches": True, "target_kl": 1.0},
     "adapter on a frozen actor": {"adapter": True},
     "Muon": {"optimizer": "muon"},
 }
 """Settings with an actor and a critic that are sharded if there are several processes."""
-REMEMBERS = {"optimizer": "muon", "minibatches": 2, "critic_epochs": 1, "critic_buffer": 2}
-"""Settings of a learner whose moments, generator and buffer a checkpoint has to keep."""
+REMEMBERS = {"optimizer": "muon", "minibatches": 2, "critic_epochs": 1}
+"""Settings of a learner whose moments and generator a checkpoint has to keep."""
 
 
 class FunctionPasses(Passes):
     """Passes whose critic is a function of states."""
-
-    critic_inputs = ("states",)
 
     def __init__(self, critic, separate_critic=False, evaluate=None):
         self.values, self.separate_critic = critic, separate_critic
@@ -274,19 +272,18 @@ def saved(processes, folder):
     learner = separate_learner(processes, **REMEMBERS)
     for seed in (1, 2):
         learner.update(experience_of(seed, processes))
-    shared, own = learner.state()
+    state = learner.state()
     if processes.main:
         folder.mkdir()
     processes.wait()
-    write_checkpoint(folder, shared, own, processes)
-    return {"size": size_of(shared), "next": learner.update(experience_of(3, processes))}
+    write_checkpoint(folder, state, {}, processes)
+    return {"size": size_of(state), "next": learner.update(experience_of(3, processes))}
 
 
 def gone_on(processes, folder):
     """Metrics of the update after a checkpoint that other processes wrote."""
     learner = separate_learner(processes, **REMEMBERS)
-    state = read_checkpoint(folder, processes, sharded_parameters(learner.model))
-    learner.load(state, state["process"], state["all_processes"])
+    learner.load(read_checkpoint(folder, processes, sharded_parameters(learner.model)))
     return {"next": learner.update(experience_of(3, processes))}
 
 

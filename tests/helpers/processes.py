@@ -16,7 +16,7 @@ from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig,
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 LOSSES = ("loss", "policy_loss", "value_loss", "critic_value_loss")
-SHARED, SEPARATE = CriticConfig(epochs=1, buffer=2), CriticConfig(kind="separate", epochs=1, buffer=2)
+SHARED, SEPARATE = CriticConfig(epochs=1), CriticConfig(kind="separate", epochs=1)
 LORA = {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=4))}
 KINDS = {
     "shared critic": {"critic": SHARED},
@@ -24,7 +24,6 @@ KINDS = {
     "LoRA, shared critic": {"critic": SHARED} | LORA,
     "LoRA, separate critic": {"critic": SEPARATE} | LORA,
     "odd vocabulary": {},
-    "two critics": {"critic": CriticConfig(kind="separate", members=2, clip=None, epochs=1)},
     "Muon, histograms": {
         "optim": OptimConfig(name="muon", warmup=0),
         "critic": CriticConfig(kind="separate", loss="histogram", epochs=1),
@@ -35,7 +34,7 @@ KINDS = {
         "off_policy": OffPolicyConfig(correct="clip", level="geometric", bounds=[0.96, 2.0]),
         "ppo": UpdateConfig(epochs=2, minibatches=3, micro_batch_tokens=96, target_kl=0.05),
         "advantage": AdvantageConfig(whiten="minibatch"),
-        "critic": CriticConfig(pretrain=2, epochs=1, buffer=2),
+        "critic": CriticConfig(pretrain=2, epochs=1),
         "eval": EvalConfig(every=2, samples=7, max_new_tokens=8),
     },
 }

@@ -20,10 +20,6 @@ from tokencredit.text.engines.requests import EngineFailure
 from tokencredit.text.rewards.calls import RewardError
 from tokencredit.tools.audit_run import audit_run
 
-CONTINUED = {"critic.kind": "separate", "critic.continuations": 2, "critic.continued_states": 1}
-FAILING = {"rollout": {}, "continuation": CONTINUED}
-"""Settings with which an engine's second call is made in a second rollout, and in a continuation of the first one."""
-
 
 def run_settings(model, folder):
     """Settings of a run that the command can audit, with more samples than one process has rows."""
@@ -52,9 +48,9 @@ def failed(processes):
         return str(error)
 
 
-def sampling_failed(processes, model, folder, own):
+def sampling_failed(processes, model, folder):
     """The error in each process if the second one's engine fails at its second call; the run then goes on."""
-    settings = run_settings(model, folder) | {"run.save_every": 100, "run.shard": "full"} | own
+    settings = run_settings(model, folder) | {"run.save_every": 100, "run.shard": "full"}
     trainer = PPOTrainer(args=PPOConfig.from_dict(settings))
     engine, calls = trainer.pipeline.engine, []
     generate = engine.generate
@@ -145,7 +141,7 @@ def folders(processes, folder):
 def main(model, folder):
     processes = Processes(timeout=300)
     results = {"audit": audited(model, folder / "run"), "failed": failed(processes)}
-    results |= {name: sampling_failed(processes, model, folder / name, own) for name, own in FAILING.items()}
+    results["rollout"] = sampling_failed(processes, model, folder / "rollout")
     results["evaluated"] = evaluated_without(processes, model, folder / "evaluated")
     results["disk"] = disk_full(processes, model, folder / "disk")
     results |= {"graver": graver(processes), "memory": no_memory(processes)}

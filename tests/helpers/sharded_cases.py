@@ -62,8 +62,6 @@ CASES = {
         "sharding.reshard_after_forward": False,
     },
     "wrapped": SEPARATE | {"model.name": "opt", "critic.detach": True},
-    "ensemble": SEPARATE
-    | {"model.name": "gpt2", "critic.members": 2, "critic.clip": None, "ppo.micro_batch_tokens": 16},  # a row each
     "requests": {"model.name": "qwen3", "rollout.engine": "continuous"},
     "lora": {"model.name": "llama", "model.lora.rank": 2, "kl.estimator": "full", "kl.place": "loss"},
     "continued": {"model.name": "adapter", "model.gradient_checkpointing": True},

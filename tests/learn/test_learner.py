@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers.minibatches import FunctionPasses, TablePolicy
-from tokencredit.core.losses import token_weights, value_loss
+from tokencredit.core.losses import token_weights
 from tokencredit.core.masked import whiten, whiten_with_divisor
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.distributed.processes import Processes
@@ -300,11 +300,11 @@ def test_the_learner_goes_on_from_its_state(world):
     policy, experience = world
     once = learner_of(policy, minibatches=4)
     once.update(experience)
-    shared, own = once.state()
-    shared["weights"] = {key: x.detach().clone() for key, x in shared["weights"].items()}
+    state = once.state()
+    state["weights"] = {key: x.detach().clone() for key, x in state["weights"].items()}
     expected = once.update(experience)
     again = learner_of(TablePolicy(), minibatches=4)
-    again.load(shared, own)
+    again.load(state)
     assert again.update(experience) == expected
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.model.parameters(), strict=True))
 
@@ -317,8 +317,6 @@ def test_rates_follow_the_schedule_and_are_metrics():
     learner.schedule = schedule("linear", total=2)
     assert learner.set_rates(1) == {"lr": 0.1, "value_lr": 1.0}
     assert learner.set_rates(2) == {"lr": 0.05, "value_lr": 0.5}
-    learner.optimizer.param_groups[1]["constant"] = True
-    assert learner.set_rates(2) == {"lr": 0.05, "value_lr": 1.0}
 
 
 def test_a_step_of_the_critic_alone_by_hand(world):
@@ -343,7 +341,7 @@ def test_micro_batches_change_no_step_of_the_critic_alone(world, tokens):
     for budget in (None, tokens):
         policy.value.data = experience.values.new_zeros(STATES)
         learner.generator.manual_seed(0)
-        learner.settings = learner.critic.settings = replace(learner.settings, micro_batch_tokens=budget)
+        learner.settings = replace(learner.settings, micro_batch_tokens=budget)
         learner.update(experience)
         values.append(policy.value.detach().clone())
     torch.testing.assert_close(*values)
@@ -391,7 +389,7 @@ def test_pretraining_is_at_the_full_rate_without_a_clip_and_the_critics_alone(wo
     for factor in (0.01, 1.0):
         policy.load_state_dict(start)
         learner = learner_of(policy, objective, epochs=3, minibatches=2)
-        learner.optimizer = learner.critic.optimizer = torch.optim.AdamW(groups)
+        learner.optimizer = torch.optim.AdamW(groups)
         learner.schedule = lambda step, factor=factor: factor
         learner.set_rates(1)
         metrics = learner.pretrain_critic(experience)
@@ -424,47 +422,6 @@ def test_a_sparse_value_loss_by_hand(world):
     torch.testing.assert_close(policy.value.detach(), expected)
     errors = 0.5 * (before[states] - returns).square()
     assert metrics["critic_value_loss"] == pytest.approx(errors.mean().item(), rel=1e-5)
-
-
-def earlier(experience, shift):
-    """Another experience of the same shape, of other states and returns."""
-    inputs = experience.inputs | {"states": experience.inputs["states"].roll(shift, 0)}
-    return replace(experience, inputs=inputs, returns=experience.returns.roll(1, 0) + shift)
-
-
-def test_the_buffer_s_steps_by_hand(world):
-    """The critic alone steps on the last two experiences, oldest first and without a clip, then on the new one."""
-    policy, experience = world
-    objective = Objective(value_clip=0.01, value_coef=0.0)
-    learner = learner_of(policy, objective, critic_epochs=1, critic_buffer=2)
-    batches = [earlier(experience, shift) for shift in (1, 2, 3)]
-    for batch in batches:
-        learner.update(batch)
-    expected = policy.value.detach().clone()
-    new = replace(experience, values=experience.values + 5)
-    for batch in (*batches[1:], new):
-        mask, states = batch.mask, batch.inputs["states"][batch.mask]
-        value = expected[states].requires_grad_()
-        clip = objective.value_clip if batch is new else None
-        loss = value_loss(value, batch.values[mask], batch.returns[mask], clip=clip).mean()
-        expected = expected.index_add(0, states, -0.5 * torch.autograd.grad(loss, value)[0])
-    metrics = learner.update(new)
-    torch.testing.assert_close(policy.value.detach(), expected)
-    assert metrics["critic_steps"] == 3
-
-
-def test_a_damaged_experience_does_not_stay_in_the_buffer(world):
-    policy, experience = world
-    learner = learner_of(policy, critic_epochs=1, critic_buffer=2)
-    learner.update(earlier(experience, 1))
-    broken = earlier(experience, 2)
-    broken.returns[3, 0] = math.nan
-    assert learner.update(broken, on_step=lambda *_: None)["bad_steps"] == 2
-    assert learner.update(experience)["critic_steps"] == 2
-    learner.critic.buffer.experiences[0].returns[0] = math.inf
-    errors = []
-    learner.update(experience, on_step=lambda minibatch, error: errors.append(error))
-    assert [(error.term, error.row) for error in errors if error] == [("value loss of an earlier batch", None)]
 
 
 def away(experience, *, weighted=False):

@@ -169,8 +169,8 @@ def test_a_run_killed_between_its_two_first_files_can_be_resumed(tmp_path):
 
 def test_how_the_critic_learns_can_change(tmp_path):
     args, _ = begun(tmp_path / "run")
-    critic = CriticConfig(lr=0.1, coef=0.1, clip=None, warmup=1)
-    assert resumed(replace(args, critic=critic))[2] == {"critic.lr", "critic.coef", "critic.clip", "critic.warmup"}
+    critic = CriticConfig(lr=0.1, coef=0.1, clip=None)
+    assert resumed(replace(args, critic=critic))[2] == {"critic.lr", "critic.coef", "critic.clip"}
 
 
 def test_terms_of_the_reward_that_come_go_and_change_are_written_down(tmp_path):

@@ -63,7 +63,7 @@ FOREIGN = [
     (PPOConfig, "eps_clip", "here it is ppo.clip"),
     (PPOConfig, "lambd", "here it is advantage.lam"),
     (PPOConfig, "normalize_reward", "here it is score.normalize"),
-    (PPOConfig, "freezing_actor_steps", "here it is critic.warmup"),
+    (PPOConfig, "freezing_actor_steps", "here it is critic.pretrain (in batches, before the first iteration)"),
     (SFTConfig, "max_len", "here it is data.max_length"),
     # LLaMA-Factory
     (PPOConfig, "model_name_or_path", "here it is model.name"),

@@ -101,7 +101,6 @@ def test_a_reward_term_is_checked_when_it_is_made(kind, settings, message):
         ),
         ({"eval": EvalConfig(text=[])}, r"^eval\.text is \[\]; give at least one prompt"),
         ({"rollout": RolloutConfig(stop=["END", ""])}, r"^rollout\.stop is \['END', ''\]; an empty text would end"),
-        ({"critic": CriticConfig(warmup=41)}, r"^critic\.warmup is 41; it must be at most run\.iterations, 40$"),
         ({"seed": 2**63}, r"^seed is 9223372036854775808; it must be at least 0 and at most 4611686018427387904$"),
         (
             {"advantage": AdvantageConfig(bootstrap=True), "ppo": UpdateConfig(mask_truncated=True)},

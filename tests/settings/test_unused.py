@@ -45,30 +45,15 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ],
     ("text", {"critic.lr": 0.1, "critic.coef": 0.0}, "critic.lr", "without critic.coef or critic.epochs"),
     ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),
-    ("text", {"critic.warmup": 2, "critic.coef": 0}, "critic.warmup", "without critic.coef or critic.epochs"),
     ("text", {"critic.pretrain": 2, "critic.coef": 0}, "critic.pretrain", "without critic.coef or critic.epochs"),
     ("text", {"critic.loss": "histogram", "critic.coef": 0}, "critic.loss", "without critic.coef or critic.epochs"),
-    *[
-        (run_kind, {f"critic.{key}": value}, f"critic.{key}", f"without critic.{need}")
-        for run_kind, key, value, need in [
-            ("text", "buffer", 2, "epochs"),
-            ("control", "buffer", 2, "epochs"),
-        ]
-    ],
     ("text", {"critic.loss": "histogram", "critic.clip": 0.5}, "critic.clip", "without critic.loss: mse"),
-    (
-        "text",
-        {"critic.continuations": 4, "critic.coef": 0},
-        "critic.continuations",
-        "without critic.coef or critic.epochs",
-    ),
     (
         "text",
         {"critic.prefix_every": 2, "critic.kind": "none", "advantage.estimator": "uniform"},
         "critic.prefix_every",
         "with critic.kind: none",
     ),
-    ("text", {"critic.continued_states": 2}, "critic.continued_states", "without critic.continuations"),
     *[
         (run_kind, {f"audit.{key}": value}, f"audit.{key}", "without audit.every")
         for run_kind, rows in {"text": "completions", "control": "episodes"}.items()
@@ -82,7 +67,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "with critic.detach",
     ),
     ("text", {"critic.name": "reward-model"}, "critic.name", "without critic.kind: separate"),
-    ("text", {"critic.members": 2, "critic.clip": None}, "critic.members", "without critic.kind: separate"),
     *[
         (
             "text",
@@ -94,7 +78,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("lr", 0.1),
             ("coef", 1.0),
             ("clip", None),
-            ("warmup", 2),
             ("pretrain", 2),
             ("layers", 1),
             ("head", "linear"),
@@ -281,7 +264,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             f"critic.{key}",
             "with critic.kind: none",
         )
-        for key, value in [("lr", 0.1), ("coef", 0.5), ("clip", None), ("warmup", 2), ("epochs", 1)]
+        for key, value in [("lr", 0.1), ("coef", 0.5), ("clip", None), ("epochs", 1)]
     ],
 ]
 FROM_PYTHON = {
@@ -433,7 +416,6 @@ def test_a_default_passes_whatever_it_stands_beside():
         ("text", {"critic.coef": 0.0, "critic.clip": None}),  # the metric is that loss
         ("text", {"critic.coef": 0.0, "critic.lr": 0.1, "critic.epochs": 2}),  # its own steps
         ("text", {"prompts.chat_template_kwargs": {"a": 1}}),  # `tokencredit generate --chat`
-        ("text", {"critic.warmup": 3, "run.iterations": 3}),  # only the critic learns
         ("text", {"rollout.stop_at_eos": False, "rollout.min_new_tokens": 4}),  # ends are not drawn before
     ],
 )

@@ -242,20 +242,6 @@ def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
     assert coefs == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 80)])
 
 
-def test_the_critic_warms_up_alone(tmp_path):
-    ppo = UpdateConfig(epochs=1, minibatches=2)
-    trainer = PPOTrainer(args=small(tmp_path / "run", ppo=ppo, critic=CriticConfig(warmup=1)))
-    before = copy_weights(trainer.policy)
-
-    def moved():
-        return {name.split(".")[0] for name in changed_weights(trainer.policy, before)}
-
-    trainer.iteration(1)
-    assert moved() == {"critic"}
-    trainer.iteration(2)
-    assert moved() == {"critic", "lm"}
-
-
 @pytest.mark.slow
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     pytest.importorskip("peft")

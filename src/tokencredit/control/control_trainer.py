@@ -168,9 +168,7 @@ class ControlTrainer:
         return rollout.experience(advantages, returns), metrics
 
     def update(self, number: int, experience: Experience) -> dict[str, float]:
-        """Update on the transitions, only the critic during its warm-up; returns the update's metrics."""
-        parts = self.agent.actor_parts().parameters(), self.agent.critic_parts().parameters()
-        frozen = self.args.critic.frozen(number, *parts)
+        """Update on the transitions; returns the update's metrics."""
 
         def on_step(minibatch: Experience, error: NonFiniteUpdate | None) -> None:
             """Count consecutive skipped steps, and save their minibatches."""
@@ -179,7 +177,7 @@ class ControlTrainer:
             else:
                 self.record.bad_step(number, str(error), minibatch.tensors(), diverged=True)
 
-        return self.learner.update(experience, frozen=frozen, on_step=on_step)
+        return self.learner.update(experience, on_step=on_step)
 
     def evaluate(self, number: int) -> dict[str, float]:
         """Play whole episodes in separate copies, with the training statistics; records videos of some.
@@ -199,9 +197,8 @@ class ControlTrainer:
 
     def state(self) -> tuple[State, State]:
         """Resumable state, shared and of this process, which has its environments."""
-        shared, own = self.learner.state()
-        shared |= {"episodes": list(self.episodes), "steps": self.steps}
-        return shared, own | {"collector": self.collector.state(), "random": random_state()}
+        shared = self.learner.state() | {"episodes": list(self.episodes), "steps": self.steps}
+        return shared, {"collector": self.collector.state(), "random": random_state()}
 
     def sharded_tensors(self) -> dict[str, Tensor]:
         """None: agents are not sharded."""
@@ -211,7 +208,7 @@ class ControlTrainer:
         """Restore the result of `state`; returns events to record. Raises `ConfigError` for another agent's state."""
         own, everyone = state["process"], state["all_processes"]
         try:
-            self.learner.load(state, own, everyone)
+            self.learner.load(state)
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this agent: {error}") from error
         lost = self.collector.load(own["collector"], everyone and [part["collector"] for part in everyone])
@@ -259,7 +256,6 @@ class AgentPasses(Passes):
     agent: Agent
     entropy: bool
     """The loss needs entropies."""
-    critic_inputs = ("observations",)
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Tensor], loss: PolicyLoss) -> PolicyOutputs:
         """Outputs of actor and critic."""
@@ -288,6 +284,7 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
         schedule(**args.optim.rates(args.run.iterations)),
         torch.Generator().manual_seed(args.seed + 1),
         processes,
+        agent.critic_parts().parameters() if args.critic.coef == 0 else (),
     )
 
 

@@ -77,13 +77,9 @@ class Experience:
         own: dict[str, Any] = {name: function(name, x) for name, x in self._own().items()}
         return replace(self, inputs=inputs, **own)
 
-    def columns(self) -> list[Tensor]:
-        """All tensors, in the order of `map`; inputs may have the names of others."""
-        return [*self.inputs.values(), *self._own().values()]
-
     def widths(self) -> list[int]:
         """The length of each tensor's second axis, or 0, in the order of `map`."""
-        return [x.shape[1] if x.dim() > 1 else 0 for x in self.columns()]
+        return [x.shape[1] if x.dim() > 1 else 0 for x in (*self.inputs.values(), *self._own().values())]
 
     def padded(self, widths: Iterable[int]) -> Experience:
         """The experience with second axes as long as the result of `widths`, of this or another one."""
@@ -99,14 +95,6 @@ class Experience:
     def select(self, rows: Tensor | slice) -> Experience:
         """Select rows, in the given order."""
         return self.map(lambda _, tensor: tensor[rows])
-
-
-def joined(parts: Sequence[Experience]) -> Experience:
-    """The rows of several experiences, padded to the longest prompt and response."""
-    widths = [max(column) for column in zip(*(part.widths() for part in parts), strict=True)]
-    columns = zip(*(part.padded(widths).columns() for part in parts), strict=True)
-    whole = iter([torch.cat(column) for column in columns])
-    return parts[0].map(lambda _name, _part: next(whole))
 
 
 def critic_metrics(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce | None = None) -> dict[str, float]:

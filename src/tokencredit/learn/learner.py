@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,6 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.minibatches import micro_batches, minibatches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
-from tokencredit.learn.return_buffer import ReturnBuffer
 from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
 from tokencredit.learn.training_mode import training, training_modules
@@ -49,38 +48,37 @@ class Learner:
         schedule: Callable[[int], float],
         generator: torch.Generator,
         processes: Processes,
+        frozen: Iterable[Tensor] = (),
     ):
         """Store the parts and wrap the model for data parallelism.
 
         A parameter group's `metric` names its learning rate in the metrics, default `lr`. `schedule` is the
-        learning-rate factor at an iteration, counted from 0; `generator` shuffles the rows.
+        learning-rate factor at an iteration, counted from 0; `generator` shuffles the rows. The joint steps of policy
+        and critic leave `frozen` parameters alone: those of a critic whose loss has no weight there, which its momentum
+        from other steps would move.
         """
         self.model, self.optimizer, self.objective, self.settings = model, optimizer, objective, settings
         self.schedule, self.generator, self.processes = schedule, generator, processes
         self.wrapped = processes.wrap(model)
         self.lockstep = processes if sharded_in(model) else None
         """The processes, if all must make equal numbers of passes."""
-        self.passes = passes
+        self.passes, self.frozen = passes, list(frozen)
         self.value_heads = adaptive_heads(model)
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.training_modules = training_modules(model)
-        self.critic = CriticSteps(self)
 
     def set_rates(self, iteration: int) -> dict[str, float]:
         """Set the learning rates of an iteration, counted from 1; returns them by metric name."""
         set_rates(self.optimizer, self.schedule(iteration - 1))
         return {group.get("metric", "lr"): group["lr"] for group in self.optimizer.param_groups}
 
-    def update(
-        self, experience: Experience, *, frozen: Iterable[Tensor] = (), on_step: OnStep = raise_non_finite
-    ) -> dict[str, float]:
+    def update(self, experience: Experience, *, on_step: OnStep = raise_non_finite) -> dict[str, float]:
         """Take `epochs` × `minibatches` optimizer steps on one rollout, then the critic-only steps.
 
         Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
 
         Args:
             experience: this process's share of one rollout with its credit.
-            frozen: parameters that the joint steps of policy and critic do not change.
             on_step: called after each minibatch, and may raise. A step with a non-finite loss or gradient is skipped.
 
         Returns:
@@ -91,7 +89,7 @@ class Learner:
         Raises:
             NonFiniteUpdate: a loss or gradient was not finite, and `on_step` re-raises it.
         """
-        settings, frozen = self.settings, list(frozen)
+        settings = self.settings
         records: list[list[StepRecord]] = []
         grad_norms: list[float] = []
         bad_steps = 0
@@ -99,11 +97,11 @@ class Learner:
         adapt_heads(self.value_heads, experience, self.processes)
         with training(self.training_modules):
             for minibatch in self._minibatches(experience):
-                # The gradient of the whole minibatch, on all processes; during a warm-up the critic's alone.
+                # The gradient of the whole minibatch, on all processes.
                 whitened = self._whitened(minibatch)
                 drop_gradients(self.parameters)
                 record = self.accumulate_gradients(whitened)
-                drop_gradients(frozen)
+                drop_gradients(self.frozen)
                 norm = clip_gradients(self.parameters, settings.max_grad_norm)
                 # The only device synchronisation of a step. A step that is not finite anywhere is skipped everywhere.
                 *losses, grad_norm = torch.stack([*(micro.loss for micro in record), norm]).tolist()
@@ -120,9 +118,7 @@ class Learner:
                 self.optimizer.step()
                 grad_norms.append(grad_norm)
                 on_step(whitened, None)
-            # Steps of the critic alone, also on buffered experiences.
-            passes = self.critic.passes(experience, self.objective)
-            critic, bad_critic_steps = self.critic.run(experience, passes, on_step)
+            critic, bad_critic_steps = self.critic_steps(experience, self.objective, settings.critic_epochs, on_step)
         drop_gradients(self.parameters)  # sampling needs the memory
         steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
@@ -139,35 +135,68 @@ class Learner:
         set_rates(self.optimizer, 1.0)
         adapt_heads(self.value_heads, experience, self.processes)
         with training(self.training_modules):
-            joint, objective = self.settings.epochs if self.objective.value_coef > 0 else 0, unclipped(self.objective)
-            passes = [(experience, objective)] * joint + self.critic.passes(experience, objective)
-            metrics, bad_steps = self.critic.run(experience, passes, on_step)
+            joint = self.settings.epochs if self.objective.value_coef > 0 else 0
+            objective, passes = replace(self.objective, value_clip=None), joint + self.settings.critic_epochs
+            metrics, bad_steps = self.critic_steps(experience, objective, passes, on_step)
         drop_gradients(self.parameters)
         return metrics | {"bad_steps": bad_steps}
 
-    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Training state that all processes share, and this process's part of the critic's buffer."""
-        shared = {
+    def critic_steps(
+        self, experience: Experience, objective: Objective, passes: int, on_step: OnStep
+    ) -> tuple[dict[str, float], int]:
+        """Minimise the value loss over the critic's own parameters, in passes over an experience.
+
+        Returns `critic_steps` and `critic_value_loss`, and the number of skipped steps. `on_step` is called after each
+        minibatch, and may raise.
+        """
+        losses: list[float] = []
+        bad_steps, count = 0, self.settings.minibatches
+        for _ in range(passes):
+            for minibatch in minibatches(experience, objective, count, self.generator, self.processes):
+                loss, grad_norm = self.critic_gradient(minibatch, objective)
+                if not self.processes.all(math.isfinite(loss + grad_norm)):
+                    bad_steps += 1
+                    on_step(minibatch, self.locate(minibatch))
+                    continue
+                self.optimizer.step()
+                losses.append(loss)
+                on_step(minibatch, None)
+        if not losses:
+            return {}, bad_steps
+        last = losses[-count:]
+        return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
+
+    def critic_gradient(self, minibatch: Experience, objective: Objective) -> tuple[float, float]:
+        """Compute the clipped value-loss gradient of the critic's own parameters; returns loss and gradient norm.
+
+        Bypasses the model's data-parallel wrapper, which would wait for the gradient of every parameter.
+        """
+        drop_gradients(self.parameters)
+        losses = []
+        for part in micro_batches(minibatch, self.settings.micro_batch_tokens, self.lockstep):
+            value_loss = MicroBatchLoss(objective, part).value_loss(self.passes.critic(part.inputs))
+            value_loss = value_loss if part.real else 0 * value_loss
+            self.processes.backward(value_loss)
+            losses.append(value_loss.detach())
+        self.processes.average_gradients(self.parameters)
+        norm = clip_gradients(self.parameters, self.settings.max_grad_norm)
+        total = self.processes.sum(torch.stack(losses).sum())
+        loss, grad_norm = torch.stack([total, norm]).tolist()
+        return loss, grad_norm
+
+    def state(self) -> dict[str, Any]:
+        """Training state, the same in all processes."""
+        return {
             "weights": trained_weights(self.model),
             "optimizer": optimizer_state(self.optimizer, self.model),
             "shuffling": to_hex(self.generator.get_state()),
         }
-        return shared, {"buffer": self.critic.buffer.state()} if self.settings.critic_buffer else {}
 
-    def load(
-        self, shared: Mapping[str, Any], own: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
-        """Restore the two parts of `state`; `ValueError` if the weights or moments do not fit this model.
-
-        `everyone` has the parts of all processes if another number of them wrote the state.
-        """
-        load_trained_weights(self.model, shared["weights"])
-        load_optimizer_state(self.optimizer, self.model, shared["optimizer"])
-        self.generator.set_state(from_hex(shared["shuffling"]))
-        if self.settings.critic_buffer:
-            parts = [own["buffer"]] if everyone is None else [part["buffer"] for part in everyone]
-            share = None if everyone is None else self.processes.share
-            self.critic.buffer.load(parts, self.processes.device, share)
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of `state`; `ValueError` if the weights or moments do not fit this model."""
+        load_trained_weights(self.model, state["weights"])
+        load_optimizer_state(self.optimizer, self.model, state["optimizer"])
+        self.generator.set_state(from_hex(state["shuffling"]))
 
     def _minibatches(self, experience: Experience) -> Iterator[Experience]:
         """The minibatches of all joint steps."""
@@ -247,71 +276,3 @@ class Learner:
             if term >= 0:
                 return NonFiniteUpdate(names[term].removesuffix("_in_update").replace("_", " "), place)
         return NonFiniteUpdate("gradient", None)
-
-
-class CriticSteps:
-    """Steps that minimise the value loss alone: after the joint steps of an update, and before the first iteration.
-
-    They change only the critic's own parameters.
-    """
-
-    def __init__(self, learner: Learner):
-        """Take the steps of this learner."""
-        self.learner, self.settings, self.processes = learner, learner.settings, learner.processes
-        self.buffer = ReturnBuffer(self.settings.critic_buffer, learner.passes.critic_inputs)
-
-    def passes(self, experience: Experience, objective: Objective) -> list[tuple[Experience, Objective]]:
-        """Experience and objective of each pass; buffered experiences go unclipped, since their values are stale."""
-        earlier = [(buffered, unclipped(objective)) for buffered in self.buffer.experiences]
-        return [*earlier, (experience, objective)] * self.settings.critic_epochs
-
-    def run(
-        self, experience: Experience, passes: Iterable[tuple[Experience, Objective]], on_step: OnStep
-    ) -> tuple[dict[str, float], int]:
-        """Take the steps of `passes`; returns `critic_steps` and `critic_value_loss`, and the number of skipped steps.
-
-        The buffer keeps `experience`. `on_step` is called after each minibatch, and may raise.
-        """
-        losses: list[float] = []
-        bad_steps = 0
-        for source, objective in passes:
-            shuffled = self.settings.minibatches, self.learner.generator, self.processes
-            for minibatch in minibatches(source, objective, *shuffled):
-                loss, grad_norm = self.gradient(minibatch, objective)
-                if not self.processes.all(math.isfinite(loss + grad_norm)):
-                    bad_steps += 1
-                    buffered_error = NonFiniteUpdate("value loss of an earlier batch", None)
-                    on_step(minibatch, self.learner.locate(minibatch) if source is experience else buffered_error)
-                    continue
-                self.learner.optimizer.step()
-                losses.append(loss)
-                on_step(minibatch, None)
-        if self.settings.critic_buffer and not bad_steps:
-            self.buffer.add(experience)
-        if not losses:
-            return {}, bad_steps
-        last = losses[-self.settings.minibatches :]
-        return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
-
-    def gradient(self, minibatch: Experience, objective: Objective) -> tuple[float, float]:
-        """Compute the clipped value-loss gradient of the critic's own parameters; returns loss and gradient norm.
-
-        Bypasses the model's data-parallel wrapper, which would wait for the gradient of every parameter.
-        """
-        parameters, losses = self.learner.parameters, []
-        drop_gradients(parameters)
-        for part in micro_batches(minibatch, self.settings.micro_batch_tokens, self.learner.lockstep):
-            value_loss = MicroBatchLoss(objective, part).value_loss(self.learner.passes.critic(part.inputs))
-            value_loss = value_loss if part.real else 0 * value_loss
-            self.processes.backward(value_loss)
-            losses.append(value_loss.detach())
-        self.processes.average_gradients(parameters)
-        norm = clip_gradients(parameters, self.settings.max_grad_norm)
-        total = self.processes.sum(torch.stack(losses).sum())
-        loss, grad_norm = torch.stack([total, norm]).tolist()
-        return loss, grad_norm
-
-
-def unclipped(objective: Objective) -> Objective:
-    """The objective without value clipping."""
-    return replace(objective, value_clip=None)

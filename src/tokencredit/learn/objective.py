@@ -83,8 +83,6 @@ class PolicyLoss(Protocol):
 class Passes(Protocol):
     """The forward passes of an update; a subclass per kind of model."""
 
-    critic_inputs: tuple[str, ...] = ()
-    """Names of the inputs that the critic reads."""
     separate_critic: bool = False
     """True if policy and critic have no trained parameter in common."""
 

@@ -25,8 +25,6 @@ class UpdateSettings:
     """Optimizer steps per pass."""
     critic_epochs: int = 0
     """Critic-only passes after these, which minimise the value loss over the critic's own parameters."""
-    critic_buffer: int = 0
-    """Number of earlier experiences in those passes."""
     micro_batch_tokens: int | None = None
     """Most tokens per micro-batch, padding included; None for no limit. It changes no gradient."""
     whiten_minibatches: bool = False

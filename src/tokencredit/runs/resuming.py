@@ -28,7 +28,6 @@ FREE = (
     "critic.lr",
     "critic.coef",
     "critic.clip",
-    "critic.warmup",
     "env.processes",
 )
 """Exceptions, which may change."""

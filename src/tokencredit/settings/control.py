@@ -170,5 +170,5 @@ class ControlConfig(Configuration):
             refuse(self, "agent.hidden agent.heads", "a transformer needs blocks of one width, a multiple of its heads")
         if self.algorithm == "ppo" and batch % self.ppo.minibatches:
             refuse(self, "ppo.minibatches env.number steps", f"it must divide env.number × steps, {batch}")
-        self.advantage.check_critic(self.critic, self.run.iterations)
+        self.advantage.check_critic(self.critic)
         refuse_unused(self)

@@ -187,7 +187,7 @@ ANSWERS = {
     "critic.clip (a number; null for none)": "clip_vloss clip_range_vf value_clip",
     "critic.coef": "vf_loss_coeff value_loss_coef",
     "critic.name": "critic_pretrain critic.model.path",
-    "critic.warmup": "freezing_actor_steps",
+    "critic.pretrain (in batches, before the first iteration)": "critic_warmup freezing_actor_steps",
     "kl.coef": "init_kl_coef",
     "kl.coef, kl.place": "kl_loss_coef",
     "kl.place": "use_kl_loss use_kl_in_reward",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 from tokencredit.settings.fields import Group, setting
-
-T = TypeVar("T")
 
 EXISTS = "kind: not none"
 LEARNS = (EXISTS, "coef or epochs")
@@ -76,24 +73,9 @@ class CriticTraining(Group):
     """Value clipping: within an update, a value that has moved further than this from where it began gets no gradient
     to move on. In units of value, or for texts of the returns' running deviation where that is above 1; null for
     none."""
-    warmup: int = setting(0, needs=LEARNS, at_least=0)
-    """Iterations at the start in which only the critic learns."""
     epochs: int = setting(0, needs=EXISTS, at_least=0)
     """Extra passes over each batch for the critic's own parameters, after the policy update, in minibatches of the same
     size. They minimize the value loss alone, with `clip` and without `coef`."""
-    buffer: int = setting(0, needs="epochs", at_least=0)
-    """Earlier iterations whose batches are replayed in these extra passes, oldest first and without `clip`. Their
-    returns come from older policies: the faster the policy moves, the less they fit. Each of them adds as many steps as
-    the new batch. It also takes device memory: 18 bytes per completion token and 9 per prompt token, padding included,
-    or the size of an agent's observations."""
-
-    def frozen(self, iteration: int, policy: Iterable[T], critic: Iterable[T]) -> list[T]:
-        """Parameters that the joint steps of an iteration leave alone.
-
-        The policy's while the critic warms up. The critic's own while its loss has no weight, so that old momentum does
-        not move them.
-        """
-        return [*(policy if iteration <= self.warmup else ()), *(critic if self.coef == 0 else ())]
 
 
 @dataclass
@@ -119,10 +101,6 @@ class CriticConfig(CriticTraining):
     """Trunk layers below the value head, counted from the embedding; null for all. A shared critic reads the policy's
     hidden states at that layer, normalized; with `detach`, it is a probe. A separate critic keeps only these layers,
     and with half of them costs about half."""
-    members: int = setting(1, needs="kind: separate", at_least=1)
-    """Number of separate critics whose values are averaged. Completion i of a batch trains only critic i modulo
-    `members`, which divides a prompt's completions among them, as in AsyPPO (arXiv 2510.01656), whose masks by
-    disagreement are not implemented. More than one needs `clip: null`."""
     head: Literal["linear", "mlp"] = setting("mlp", needs=EXISTS)
     """Value head on the last hidden state: one linear layer, or an MLP with a hidden width of four times the
     trunk's."""
@@ -136,12 +114,6 @@ class CriticConfig(CriticTraining):
     """Largest number of batches on which the critic alone is trained before the first iteration. Each is freshly
     sampled, and takes as many steps as an iteration. Pretraining ends early once the explained variance of new batches
     stops rising. These batches do not count in run.iterations."""
-    continuations: int = setting(0, needs=LEARNS, at_least=0)
-    """Continuations sampled from each of `continued_states` states per completion. At these states their mean return
-    replaces the sampled return as the critic's target, as in VinePPO. With 4 continuations of 1 state, sampling and
-    scoring cost about three times as much: each continuation is half a completion on average. 0 for none."""
-    continued_states: int = setting(1, needs="continuations", at_least=1)
-    """States per completion that are continued, evenly spread."""
     detach: bool = setting(False, needs=LEARNS)
     """Stop the gradient of the value loss at the head: a shared trunk is trained by the policy alone, a separate one
     stays frozen."""

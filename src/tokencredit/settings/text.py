@@ -81,7 +81,7 @@ class PPOConfig(Configuration):
             self.reward = [term for term in self.reward if not isinstance(term, DefaultReward)]  # which is for texts
         self.env.check()
         self.rollout.check_lengths()
-        self.advantage.check_critic(self.critic, self.run.iterations)
+        self.advantage.check_critic(self.critic)
         self._check_data()
         self._check_critic()
         self._check_update()
@@ -131,11 +131,6 @@ class PPOConfig(Configuration):
 
     def _check_critic(self) -> None:
         critic = self.critic
-        if critic.members > 1 and critic.loss == "histogram":
-            refuse(self, "critic.loss critic.members", "a histogram needs a single critic; leave one of them out")
-        if critic.members > 1 and critic.clip is not None:
-            reason = "each would be clipped around the mean of all, which a rollout keeps; set critic.clip: null"
-            refuse(self, "critic.clip critic.members", reason)
         for number, term in enumerate(self.reward):
             scored = critic.kind != "none" and critic.prefix_every and not self.advantage.bootstrap
             if isinstance(term, FunctionTerm) and term.prefix and (self.several_turns() or not scored):
@@ -250,8 +245,7 @@ class PPOConfig(Configuration):
                 refuse(self, f"{key} run.shard", f"{reason}; leave one of them out")
         if self.sharding.sampling != "layers":
             return
-        alone = {"audit.every": self.audit.every, "critic.continuations": self.critic.continuations}
-        alone["rollout.engine"] = self.rollout.engine == "continuous"
+        alone = {"audit.every": self.audit.every, "rollout.engine": self.rollout.engine == "continuous"}
         for key in (key for key, value in alone.items() if value):
             reason = "layers are gathered by all processes in step, not by one alone: set sharding.sampling: gathered"
             refuse(self, f"{key} sharding.sampling", reason)
@@ -266,9 +260,9 @@ class PPOConfig(Configuration):
 
     def check_turns(self) -> None:
         """Raise `ConfigError` for settings that episodes of several turns do not have."""
-        for key in ("critic.continuations", "audit.every"):
-            if attrgetter(key)(self):
-                refuse(self, key, "continuations begin inside an episode, where no environment can start: leave it out")
+        if self.audit.every:
+            reason = "continuations begin inside an episode, where no environment can start: leave it out"
+            refuse(self, "audit.every", reason)
         if self.sharding.sampling == "layers":
             refuse(self, "sharding.sampling", "episodes do not sample in step; set sharding.sampling: gathered")
         if self.rollout.cache == "static":

@@ -51,8 +51,8 @@ class AdvantageSettings(Group):
         """Arguments of the estimators, for `core.advantages.estimate`."""
         return {key: value for key, value in vars(self).items() if key in ESTIMATOR_SETTINGS}
 
-    def check_critic(self, critic: CriticTraining, iterations: int) -> None:
-        """Raise `ConfigError` for a critic that the estimator lacks or does not use, or one that only warms up."""
+    def check_critic(self, critic: CriticTraining) -> None:
+        """Raise `ConfigError` for a critic that the estimator lacks or does not use."""
         needs, reason = ESTIMATORS[self.estimator].critic, ""
         if critic.kind == "none" and needs == "required":
             known = get_args(get_type_hints(type(self))["estimator"])
@@ -62,8 +62,6 @@ class AdvantageSettings(Group):
             reason = "which uses no critic; set critic.kind: none"
         if reason:
             raise ConfigError(f"critic.kind is {critic.kind}, and advantage.estimator is {self.estimator}, {reason}")
-        if critic.warmup > iterations:
-            raise ConfigError(f"critic.warmup is {critic.warmup}; it must be at most run.iterations, {iterations}")
 
 
 @dataclass
@@ -129,7 +127,6 @@ class PPOSettings(Group):
             "epochs": self.epochs,
             "minibatches": self.minibatches,
             "critic_epochs": critic.epochs,
-            "critic_buffer": critic.buffer,
             "micro_batch_tokens": self.micro_batch_tokens,
             "whiten_minibatches": advantage.whiten == "minibatch",
             "target_kl": self.target_kl,

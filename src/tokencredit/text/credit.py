@@ -269,9 +269,6 @@ class Credit:
             inputs["ref_hidden"] = reference.hidden
         if rollout.support is not None:
             inputs["support"] = rollout.support
-        if self.args.critic.members > 1:
-            rows = self.first + torch.arange(len(rollout.mask), device=rollout.mask.device)
-            inputs["member"] = rows % self.args.critic.members
         logprobs, behavior, age = self._policies(rollout)
         values = rollout.values
         if scored.fitted is not None and values is not None:  # the critic learns what the fit leaves

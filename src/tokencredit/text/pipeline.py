@@ -46,7 +46,6 @@ MEMORY_ADVICE = {
     "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
     "reward": "lower the batch_size of the reward's terms",
     "audit": "lower rollout.batch_size, the number of texts sampled at once, or audit.continuations",
-    "continuations": "lower rollout.batch_size, the number of texts sampled at once, or critic.continuations",
     "evaluation": "lower eval.samples or eval.max_new_tokens",
 }
 """Advice shown when a stage runs out of memory."""

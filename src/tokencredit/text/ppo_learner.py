@@ -43,9 +43,7 @@ class TextPasses(Passes):
         """Store the options of `ActorCritic.forward`; a reference model is for an exact KL in the loss."""
         self.policy, self.precision = policy, precision
         self.options = {"temperature": temperature, "entropy": entropy, "reference": reference}
-        members = [] if policy.critic is None else policy.critic.members
-        self.separate_critic = bool(members) and members[0].trunk is not None
-        self.critic_inputs = ("prompt_ids", "prompt_mask", "response_ids", "mask") + ("member",) * (len(members) > 1)
+        self.separate_critic = policy.critic is not None and not policy.critic.shared
 
     def evaluate(self, model: nn.Module, inputs: Inputs, loss: PolicyLoss) -> PolicyOutputs:
         """Outputs of policy and critic."""
@@ -63,8 +61,8 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
     """Build a run's learner: optimizer, schedule, objective and the generator for shuffling."""
     policy, precision, optim = models.policy, models.precision, args.optim
     hidden = hidden_matrices(policy.lm, exclude=policy.lm.get_output_embeddings().parameters())
-    for member in () if policy.critic is None else policy.critic.members:
-        hidden += [] if member.trunk is None else hidden_matrices(member.trunk)
+    if policy.critic is not None and policy.critic.trunk is not None:
+        hidden += hidden_matrices(policy.critic.trunk)
     optimizer = build_optimizer(parameter_groups(args, policy), optim.name, hidden=hidden, eps=optim.eps)
     reference = models.reference if args.kl.estimator == "full" else None
     passes = TextPasses(policy, precision, args.rollout.temperature, args.ppo.entropy_coef > 0, reference)
@@ -77,21 +75,20 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
         schedule(**optim.rates(args.run.iterations)),
         torch.Generator().manual_seed(2 * args.seed + 1),
         processes,
+        trainable(policy.critic) if policy.critic is not None and args.critic.coef == 0 else (),
     )
 
 
 def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
-    """Parameter groups of the policy, separate critics' trunks and value heads, each with its learning rate."""
-    critics, rate = [] if policy.critic is None else policy.critic.members, args.optim.lr
-    parts: list[tuple[str, list[torch.nn.Module], float]] = [
-        ("lr", [policy.lm], rate),
-        ("trunk_lr", [x.trunk for x in critics if x.trunk is not None], args.critic.trunk_lr or rate),
-        ("value_lr", [x.head for x in critics], args.critic.lr),
-    ]
+    """Parameter groups of the policy, a separate critic's trunk and the value head, each with its learning rate."""
+    critic, rate = policy.critic, args.optim.lr
+    parts: list[tuple[str, nn.Module | None, float]] = [("lr", policy.lm, rate)]
+    if critic is not None:
+        parts += [("trunk_lr", critic.trunk, args.critic.trunk_lr or rate), ("value_lr", critic.head, args.critic.lr)]
     groups = [
-        {"params": [p for x in modules for p in trainable(x)], "lr": lr, "metric": metric}
-        | {"weight_decay": args.optim.weight_decay}
-        for metric, modules, lr in parts
+        {"params": trainable(module), "lr": lr, "metric": metric, "weight_decay": args.optim.weight_decay}
+        for metric, module, lr in parts
+        if module is not None
     ]
     return [group for group in groups if group["params"]]
 

@@ -92,15 +92,13 @@ def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
 
 
 def check_batch_size(args: PPOConfig, processes: int) -> None:
-    """Raise `ConfigError` unless each process has a prompt to sample and to evaluate, and each critic a completion."""
+    """Raise `ConfigError` unless each process has a prompt to sample and to evaluate."""
     rows, group = args.rollout.batch_size, args.rollout.per_prompt
     if rows // group < processes:
         raise ConfigError(
             f"rollout.batch_size is {rows}; it must be at least {processes * group}, {processes} processes times "
             f"rollout.per_prompt, {group}"
         )
-    if args.critic.members > rows:
-        raise ConfigError(f"critic.members is {args.critic.members}; it must be at most rollout.batch_size, {rows}")
     if args.eval.every:
         check_evaluation_size(args, processes)
 

@@ -36,7 +36,6 @@ from tokencredit.settings.training import AuditConfig
 from tokencredit.text import ppo_setup as setup
 from tokencredit.text.ahead import CurrentPolicy, SamplesAhead
 from tokencredit.text.audit.completion_auditor import CompletionAuditor
-from tokencredit.text.audit.continuations import continuation_targets
 from tokencredit.text.audit.limit import limit_metrics
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
@@ -241,11 +240,6 @@ class PPOTrainer:
                 scored = self.collect()
                 # 2. Assign credit: reward, advantage and return of each token.
                 batch, experience = self.credit.give(scored)
-                if self.args.critic.continuations:
-                    with self.stages("continuations"):
-                        targets = continuation_targets(experience, batch, self.pipeline, self.credit, number)
-                        experience, sampled = targets
-                    metrics |= sampled
             except UnusableBatch as bad:
                 # Nothing is learned from a batch with numbers that are not finite; too many of them end the run.
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), diverged=bad.diverged, texts=bad.texts)
@@ -288,14 +282,12 @@ class PPOTrainer:
         return scored
 
     def update(self, number: int, batch: Batch, experience: Experience, kl: float | None = None) -> dict[str, float]:
-        """Train policy and critic on a batch of this KL, only the critic during its warm-up; returns metrics."""
+        """Train policy and critic on a batch of this KL; returns metrics."""
         self.learner.objective = replace(self.learner.objective, kl_coef=self.credit.kl.coef)
-        critic = () if self.policy.critic is None else trainable(self.policy.critic)
-        frozen = self.args.critic.frozen(number, trainable(self.policy.lm), critic)
         with self.stages("update") as results, self.pipeline.precision.updates():
             on_step = partial(count_step, self.record, number, batch)
             self.before = None
-            metrics = results["metrics"] = self.learner.update(experience, frozen=frozen, on_step=on_step)
+            metrics = results["metrics"] = self.learner.update(experience, on_step=on_step)
             # The KL coefficient of the next iteration follows the KL of this one's samples.
             if kl is not None:
                 self.credit.kl.update(kl, self.args.rollout.batch_size)
@@ -342,8 +334,7 @@ class PPOTrainer:
         """Resumable state: the part that all processes share, and this process's own."""
         state = self._loop_state()
         random = state.pop("random")
-        shared, own = self.learner.state()
-        return state | {"origin": self.origin} | shared, own | {"random": random}
+        return state | {"origin": self.origin} | self.learner.state(), {"random": random}
 
     def _loop_state(self) -> State:
         """Resumable state other than the learner's."""
@@ -365,7 +356,7 @@ class PPOTrainer:
         """
         check_origin(state["origin"], self.origin, self.args.model.name)
         try:
-            self.learner.load(state, state["process"], state["all_processes"])
+            self.learner.load(state)
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
         if any(key.startswith("kl.") for key in changed):

@@ -14,7 +14,7 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model, load_tokenizer
 from tokencredit.text.models.peft_models import UNSUPPORTED
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.models.run_models import build_models, build_policy, build_trunks, load_start, save_policy
+from tokencredit.text.models.run_models import build_models, build_policy, build_trunk, load_start, save_policy
 
 peft = pytest.importorskip("peft")
 
@@ -306,7 +306,7 @@ def test_a_model_without_a_trained_parameter_is_refused(model_folders):
 def test_a_separate_critic_starts_from_the_policy_with_its_adapter(lora_folder, adapted):
     args = ModelConfig(name=str(lora_folder))
     lm, tokenizer = load_language_model(args)
-    (trunk,) = build_trunks(CriticConfig(kind="separate"), args, lm, tokenizer)
+    trunk = build_trunk(CriticConfig(kind="separate"), args, lm, tokenizer)
     assert not any("lora" in name for name, _ in trunk.named_parameters())
     assert all(p.requires_grad for p in trunk.parameters())
     with torch.no_grad():

@@ -263,7 +263,7 @@ def test_steps_of_the_critic_alone_compute_no_vocabulary(tmp_path):
     _, experience = trainer.credit.give(trainer.collect())
     vocabulary = trainer.policy.lm.config.vocab_size
     with Counting() as shapes:
-        trainer.learner.critic.run(experience, [(experience, trainer.learner.objective)], lambda *_: None)
+        trainer.learner.critic_steps(experience, trainer.learner.objective, 1, lambda *_: None)
     assert shapes.sizes
     assert vocabulary not in shapes.sizes
 

@@ -1,6 +1,4 @@
-"""Critics on fewer layers, of several members and from classifiers."""
-
-from dataclasses import replace
+"""Critics on fewer layers and from classifiers."""
 
 import pytest
 import torch
@@ -9,9 +7,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from helpers.configs import text_config
 from helpers.models import random_lm
-from tokencredit import load
 from tokencredit.errors import ConfigError
-from tokencredit.learn.update import UpdateSettings
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import OptimConfig
@@ -19,10 +15,9 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.local.sampling import sample
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import layers_of, trunk_of
-from tokencredit.text.models.critic import Critic, Ensemble, build_value_head
+from tokencredit.text.models.critic import Critic
 from tokencredit.text.models.model_loading import load_language_model, resolve
 from tokencredit.text.models.run_models import build_policy, save_policy
-from tokencredit.text.ppo_setup import check_batch_size
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rollout_passes import rollout_values
 
@@ -47,9 +42,8 @@ def built(folder, **critic):
     lm, tokenizer = load_language_model(args)
     policy, notes = build_policy(lm, tokenizer, args, CriticConfig(**critic))
     torch.manual_seed(1)
-    for member in policy.critic.members:
-        for parameter in member.head.parameters():
-            nn.init.normal_(parameter)
+    for parameter in policy.critic.head.parameters():
+        nn.init.normal_(parameter)
     return policy, tokenizer, notes
 
 
@@ -262,103 +256,6 @@ def test_a_saved_tap_goes_on_at_the_same_layer_only(tmp_path):
         assert len(notes) == 1
         assert note in notes[0]
         assert torch.equal(policy.critic.head[2].weight, weights["head.2.weight"]) == (critic == {"layers": 1})
-
-
-def ensemble(policy, *values):
-    """The policy with separate critics that give these values everywhere."""
-    members = []
-    for value in values:
-        head = build_value_head("linear", 32)
-        nn.init.constant_(head[-1].bias, value)
-        members.append(Critic(head, policy.critic.members[0].trunk))
-    return ActorCritic(policy.lm, Ensemble(members))
-
-
-def test_values_are_the_mean_of_the_members_and_in_updates_each_rows_own(model_folders):
-    policy = ensemble(built(str(model_folders["llama"]), **SEPARATE)[0], 1.0, 4.0)
-    for values in (policy(batch(), temperature=1.0).values, policy.critic_outputs(batch()).values):
-        assert values.tolist() == [[2.5, 2.5, 2.5], [2.5, 2.5, 0]]
-    inputs = batch() | {"member": torch.tensor([1, 0])}
-    for values in (policy(inputs, temperature=1.0).values, policy.critic_outputs(inputs).values):
-        assert values.tolist() == [[4, 4, 4], [1, 1, 0]]
-
-
-def test_a_row_moves_its_member_alone(folder):
-    policy, _, _ = built(folder, members=2, clip=None, **SEPARATE)
-    first, second = policy.critic.members
-    values = policy(batch() | {"member": torch.tensor([0, 1])}, temperature=1.0).values
-    values[0].sum().backward(retain_graph=True)
-    assert all(p.grad.abs().sum() > 0 for p in first.parameters() if p.dim() > 1 and p.shape != (64, 32))
-    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in second.parameters())
-    alone = policy.critic_outputs({key: x[:1] for key, x in batch().items()} | {"member": torch.tensor([0])}).values
-    policy.zero_grad()
-    alone.sum().backward()
-    assert all((p.grad == 0).all() for p in second.parameters()), "there, since processes wait for it"
-
-
-def test_completions_of_a_prompt_are_divided_among_the_members(tmp_path):
-    args = small(tmp_path, kind="separate", members=2, clip=None)
-    args.rollout.per_prompt = 4
-    trainer = PPOTrainer(args=args)
-    batch, experience = trainer.credit.give(trainer.collect())
-    assert experience.inputs["member"].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert "member" not in batch.rollout.inputs()
-
-
-@pytest.mark.slow
-def test_a_members_gradient_is_that_of_a_critic_on_its_rows(tmp_path):
-    """Up to the tokens that the loss is a mean over."""
-    trainer = PPOTrainer(args=small(tmp_path, kind="separate", members=2, clip=None, head="linear"))
-    for critic in trainer.policy.critic.members:
-        nn.init.normal_(critic.head[-1].weight)
-    _, experience = trainer.credit.give(trainer.collect())
-    learner, tokens, gradients = trainer.learner, [], []
-    learner.critic.settings = UpdateSettings(minibatches=1, micro_batch_tokens=24)
-    member = experience.inputs["member"]
-    for rows in (experience, experience.select(member == 0), experience.select(member == 1)):
-        learner.critic.gradient(replace(rows, counts=[float(rows.mask.sum())] * 2), learner.objective)
-        tokens.append(rows.mask.sum())
-        gradients.append([[p.grad * tokens[-1] for p in x.parameters()] for x in trainer.policy.critic.members])
-    for number in (0, 1):
-        for together, alone in zip(gradients[0][number], gradients[1 + number][number], strict=True):
-            assert alone.abs().sum() > 0
-            torch.testing.assert_close(together, alone, atol=1e-4 * float(alone.abs().max()), rtol=1e-3)
-        assert all((x == 0).all() for x in gradients[2 - number][number])
-
-
-@pytest.mark.slow
-def test_members_are_saved_and_go_on_together(tmp_path):
-    first = PPOTrainer(args=small(tmp_path / "a", kind="separate", members=2, clip=None, layers=1))
-    first.train()
-    trained = {key: x.clone() for key, x in first.policy.critic.state_dict().items()}
-    assert not torch.equal(trained["members.0.head.2.weight"], trained["members.1.head.2.weight"])
-    policy = tmp_path / "a" / "policy"
-    assert {"critic", "critic-2", "value_head.safetensors", "value_head-2.safetensors"} <= {
-        x.name for x in policy.iterdir()
-    }
-    options = {"kind": "separate", "clip": None, "name": str(policy)}
-    second = PPOTrainer(args=small(tmp_path / "b", members=2, **options))
-    assert all(torch.equal(x, trained[key]) for key, x in second.policy.critic.state_dict().items())
-    with pytest.raises(ConfigError, match=r"critic\.members is 3, and '.*' holds 2 critics; set it to 2"):
-        PPOTrainer(args=small(tmp_path / "c", members=3, **options))
-    (policy / "value_head-2.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"has 1 critic, though .* separate and critic\.members 2; its files"):
-        load(tmp_path / "a")
-    third = PPOTrainer(args=small(tmp_path / "d", members=2, **options))  # all from one
-    state = third.policy.critic.state_dict()
-    assert all(torch.equal(x, trained[key.replace("s.1", "s.0")]) for key, x in state.items())
-    (policy / "value_head-2.safetensors").write_bytes((policy / "value_head.safetensors").read_bytes())
-    (policy / "critic-2" / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"value_head-2.safetensors' has no trunk beside it; the files of"):
-        PPOTrainer(args=small(tmp_path / "e", members=2, **options))
-
-
-def test_more_members_than_completions_are_refused(tmp_path):
-    check_batch_size(small(tmp_path, kind="separate", members=8, clip=None), 2)
-    with pytest.raises(ConfigError, match=r"critic\.members is 9; it must be at most rollout\.batch_size, 8"):
-        check_batch_size(small(tmp_path, kind="separate", members=9, clip=None), 1)
-    with pytest.raises(ConfigError, match=r"critic\.clip is 0\.2, and critic\.members is 2"):
-        small(tmp_path, kind="separate", members=2)
 
 
 def test_a_causal_classifier_with_the_policys_tokens_starts_a_critic(tokenizer, tmp_path):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tokencredit.text.models.critic import Critic, Ensemble, build_value_head
+from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.tools.inspect.lens import attention_from, critic_lens, input_gradient, logit_lens
 from tokencredit.tools.inspect.question import Question
 from tokencredit.tools.inspect.recording import record
@@ -65,12 +65,6 @@ def test_a_separate_critic_reads_its_own_trunk(models, ids, head):
     assert torch.equal(
         critic_lens(Critic(head, tuned.trunk), base.trunk, ids), critic_lens(Critic(head), tuned.trunk, ids)
     )
-
-
-def test_an_ensemble_is_averaged(gpt2, ids, head):
-    members = [Critic(head, parts.trunk) for parts in gpt2]
-    each = torch.stack([critic_lens(member, gpt2[0].trunk, ids) for member in members])
-    assert torch.allclose(critic_lens(Ensemble(members), gpt2[0].trunk, ids), each.mean(0))
 
 
 QUESTION = Question(9, torch.tensor([5, 6]), torch.tensor([9]), "")

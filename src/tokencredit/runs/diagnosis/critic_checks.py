@@ -66,7 +66,8 @@ def explained_variance(run: Evidence) -> Finding | None:
         (
             *[faster] * lags,
             *["lower critic.lr"] * (wild and not lags),
-            "give the critic more steps (critic.epochs) or a head start (critic.pretrain, critic.warmup)",
+            "give the critic more steps (critic.epochs)",
+            "give the critic a head start (critic.pretrain)",
             "take larger batches (rollout.batch_size)",
             "take larger batches (env.number, steps)",
         ),
@@ -97,8 +98,8 @@ def critic_worse(run: Evidence) -> Finding | None:
         run.audited(name),
         "Its values are further from the true values than a constant would be, and its errors go into the advantages.",
         (
-            "give the critic more steps (critic.epochs), a model of its own (critic.kind: separate) or a head start "
-            "(critic.warmup)",
+            "give the critic more steps (critic.epochs) or a model of its own (critic.kind: separate)",
+            "give the critic a head start (critic.pretrain)",
             "lower critic.lr if it overshoots",
         ),
     )
@@ -115,7 +116,8 @@ def critic_flat(run: Evidence) -> Finding | None:
         "Its values hardly distinguish states, so no token is credited for what it changed.",
         (
             "raise critic.lr or critic.epochs",
-            "give the critic a model of its own (critic.kind: separate) or a head start (critic.warmup)",
+            "give the critic a model of its own (critic.kind: separate)",
+            "give the critic a head start (critic.pretrain)",
             "leave out critic.detach",
         ),
     )

@@ -153,7 +153,7 @@ def no_step(run: Evidence) -> Finding | None:
 
 def not_moved(run: Evidence) -> Finding | None:
     """The policy still equals its reference, up to rounding."""
-    later = slice(1 + (run.setting("critic.warmup") or 0), None)
+    later = slice(1, None)
     # Filtered and older samples give no KL, but a log-ratio, which is 0 too for equal policies.
     name = "kl" if run.values("kl", later) else "log_ratio"
     moved = run.values(name, later)

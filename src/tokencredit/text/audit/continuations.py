@@ -1,4 +1,4 @@
-"""Continuations: completions sampled from intermediate states of others, their returns, and value targets from them."""
+"""Continuations: completions sampled from intermediate states of others, and their returns."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokencredit.audit.truth import Returns, generator, spread
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
-from tokencredit.learn.experience import Experience
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.rewards.calls import RewardError
-
-TARGETS_STREAM = 3_000_017
-"""Seed component that separates the generators of value targets from those of rollouts, evaluations and audits."""
 
 
 class States(NamedTuple):
@@ -127,38 +122,3 @@ def run_in_all(processes: Processes, scored: Batch, work: Callable[[], None]) ->
     if not processes.all(unusable is None):
         message = "a continuation in another process is not finite"
         raise unusable or UnusableBatch(message, scored.rollout, scored.texts())
-
-
-def continuation_targets(
-    experience: Experience, batch: Batch, pipeline: Pipeline, credit: Credit, number: int
-) -> tuple[Experience, dict[str, float]]:
-    """Replace returns at some states by the mean return of `critic.continuations` fresh continuations.
-
-    Kazemnejad et al. 2024 (VinePPO, arXiv 2410.01679) estimate values this way instead of training a critic; here the
-    means, with a variance divided by the number of continuations, are targets of the critic. Advantages are unchanged.
-
-    `batch` and `experience` come from `credit.give`; the run's credit is not modified; the iteration `number` seeds the
-    randomness. Returns the experience, and `continued_tokens`, the number of sampled tokens over all processes.
-    """
-    args, processes = credit.args, pipeline.processes
-    place = number * processes.count + processes.rank
-    random = generator(TARGETS_STREAM, args.seed, place)
-    lengths, most = batch.rollout.mask.sum(1).cpu(), args.rollout.batch_size // processes.count
-    sampler = Continuations.of(pipeline, credit, batch, random, most)
-    sampled, tokens = Returns(len(lengths), batch.rollout.mask.shape[1]), 0
-
-    def sample() -> None:
-        nonlocal tokens
-        positions = [spread(length, args.critic.continued_states, random) for length in lengths.tolist()]
-        for part in sampler.returns(batch, states_of(positions), args.critic.continuations):
-            sampled.add(*part.states, part.values, part.actions)
-            tokens += part.tokens
-
-    with pipeline.held():
-        run_in_all(processes, batch, sample)
-    means = sampled.means().to(experience.returns.device, experience.returns.dtype)
-    if batch.fitted is not None:  # the critic learns what the fit leaves
-        means = means - batch.fitted
-    returns = torch.where(means.isnan(), experience.returns, means)
-    total = processes.sum(torch.tensor(float(tokens), device=processes.device))
-    return replace(experience, returns=returns), {"continued_tokens": float(total)}

@@ -19,10 +19,9 @@ from tokencredit.core.masked import extents
 from tokencredit.core.vocab_projection import TokenStats, faster_transposed, project
 from tokencredit.distributed.sharding import is_sharded, within
 from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
-from tokencredit.learn.state import trainable
 from tokencredit.text.models.adapters import Adapter
 from tokencredit.text.models.architecture import layers_of, output_states, states_after, trunk_of
-from tokencredit.text.models.critic import Critic, Ensemble
+from tokencredit.text.models.critic import Critic
 
 SHORT = 64
 """Longest sequence for which PyTorch's math attention trains faster than its fused kernel in bfloat16 on a CPU."""
@@ -34,8 +33,7 @@ Inputs = dict[str, Tensor]
 - `response_ids`: `[batch, time]`, right-padded with any token ids;
 - `mask`: `[batch, time]`, true at sampled tokens; tokens run without gaps to the last of them; outputs elsewhere are 0;
 - `support`: `[batch, time, k]`, only in updates on a truncated support: token ids of `Rollout.support`;
-- `ref_hidden`: `[batch, time, width]`, only for an exact KL: the reference model's `response_hidden`;
-- `member`: `[batch]`, only in updates of an `Ensemble`: the index of the critic that learns from the row.
+- `ref_hidden`: `[batch, time, width]`, only for an exact KL: the reference model's `response_hidden`.
 """
 
 
@@ -79,12 +77,12 @@ class ActorCritic(nn.Module):
     def __init__(
         self,
         lm: PreTrainedModel,
-        critic: Critic | Ensemble | None = None,
+        critic: Critic | None = None,
         *,
         adapter: Adapter | None = None,
         compiled: bool = False,
     ):
-        """Combine a language model, whose trained adapter is `adapter`, with a critic on its states or its own trunks.
+        """Combine a language model, whose trained adapter is `adapter`, with a critic on its states or its own trunk.
 
         With `compiled`, full forward passes use `torch.compile`.
         """
@@ -156,7 +154,7 @@ class ActorCritic(nn.Module):
         stats = TokenStats(*(None if x is None else extent.scatter(x, inputs["mask"].shape) for x in stats))
         if self.critic is None:
             return PolicyOutputs(total, stats)
-        # The critic: its head on the states above, or a pass through trunks of its own.
+        # The critic: its head on the states above, or a pass through a trunk of its own.
         return PolicyOutputs(total, stats, self._outputs(inputs, extent, states if self.critic.shared else None))
 
     def _losses(
@@ -203,41 +201,14 @@ class ActorCritic(nn.Module):
         extent, states = Extent.of(inputs), None
         if self.critic.shared:  # the policy's trunk is only read
             with torch.no_grad():
-                states = self._critic_states(self.critic.members[0], inputs, extent)
+                states = self._critic_states(self.critic, inputs, extent)
         return self._outputs(inputs, extent, states)
 
     def _outputs(self, inputs: Inputs, extent: Extent, states: Tensor | None = None) -> CriticOutputs:
         """The critic's outputs at sampled tokens, values 0 elsewhere; `states` are the inputs of a shared critic."""
         assert self.critic is not None
-        members, mask = self.critic.members, inputs["mask"]
-        # Every critic reads every row, and their values are averaged.
-        if "member" not in inputs:
-            outputs = [self._outputs_of(critic, inputs, extent, states) for critic in members]
-            return (
-                outputs[0]
-                if len(outputs) == 1
-                else outputs[0]._replace(values=torch.stack([x.values for x in outputs]).mean(0))
-            )
-        # In updates of an ensemble each critic reads its own rows.
-        values = torch.zeros(mask.shape, device=mask.device)
-        for number, critic in enumerate(members):
-            rows = (inputs["member"] == number).nonzero().squeeze(1)
-            if len(rows):
-                part = {name: inputs[name][rows] for name in ("prompt_ids", "prompt_mask", "response_ids", "mask")}
-                values = values.index_copy(0, rows, self._outputs_of(critic, part, Extent.of(part)).values)
-            elif critic.trunk is not None and is_sharded(critic.trunk):  # other processes may make this pass
-                idle = idle_row(mask.device)
-                values = values + 0 * self._outputs_of(critic, idle, Extent.of(idle)).values.sum()
-            else:  # a zero gradient, since the processes all-reduce gradients of all parameters
-                values = values + 0 * torch.stack([p.sum() for p in trainable(critic)]).sum()
-        return CriticOutputs(values, scale=members[0].scale)
-
-    def _outputs_of(
-        self, critic: Critic, inputs: Inputs, extent: Extent, states: Tensor | None = None
-    ) -> CriticOutputs:
-        """One critic's outputs at sampled tokens, values 0 elsewhere."""
-        states = self._critic_states(critic, inputs, extent) if states is None else states
-        outputs = critic.outputs(extent.gather(states))
+        states = self._critic_states(self.critic, inputs, extent) if states is None else states
+        outputs = self.critic.outputs(extent.gather(states))
         return outputs._replace(values=extent.scatter(outputs.values, inputs["mask"].shape))
 
     def logprobs(self, inputs: Inputs, temperature: float) -> tuple[Tensor, Tensor]:

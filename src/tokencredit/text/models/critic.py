@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,7 +36,7 @@ from tokencredit.text.models.peft_models import attached, merge, saved_config
 from tokencredit.text.models.sharded_loading import Sharding
 
 HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
-"""Names of a saved critic beside the policy's files; further ones have a number in the name, from 2."""
+"""Names of a saved critic beside the policy's files."""
 BINS = 51
 """Bins of a head with `critic.loss: histogram`."""
 LAYERS, FITTED = "layers", "fitted"
@@ -87,11 +86,6 @@ class Critic(nn.Module):
         """True if it reads the last hidden states of the policy's trunk, which sampling computes."""
         return self.shared and self.tap is None
 
-    @property
-    def members(self) -> Sequence[Critic]:
-        """The critic itself, as an ensemble of one."""
-        return [self]
-
     def forward(self, hidden: Tensor) -> Tensor:
         """Values `[...]` of hidden states `[..., width]`, in float32.
 
@@ -115,26 +109,15 @@ class Critic(nn.Module):
         hidden = (hidden.detach() if self.detach else hidden).float()
         return hidden if self.tap is None else nn.functional.layer_norm(hidden, hidden.shape[-1:])
 
-    def save_trunk(self, folder: Path, number: int, writes: bool) -> None:
-        """Write the trunk, if there is one, into a policy's folder; see `save_model` and `file_names`."""
+    def save_trunk(self, folder: Path, writes: bool) -> None:
+        """Write the trunk, if there is one, into a policy's folder; see `save_model`."""
         if self.trunk is not None:
-            save_model(folder / file_names(number)[1], self.trunk, writes)
+            save_model(folder / TRUNK_FOLDER, self.trunk, writes)
 
-    def save_head(self, folder: Path, number: int) -> None:
+    def save_head(self, folder: Path) -> None:
         """Write the head into a policy's folder."""
         weights = {key: value.contiguous() for key, value in self.head.state_dict().items()}
-        save_file(weights, folder / file_names(number)[0], self.about or None)
-
-
-class Ensemble(nn.Module):
-    """Separate critics whose values are averaged; each learns from its own rows."""
-
-    members: Sequence[Critic]
-    shared, reads_last, tap = False, False, None
-
-    def __init__(self, members: Sequence[Critic]):
-        super().__init__()
-        self.members = cast(Any, nn.ModuleList(members))
+        save_file(weights, folder / HEAD_FILE, self.about or None)
 
 
 def build_value_head(
@@ -188,12 +171,6 @@ def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:
             model.config.distributed_config = sharded
 
 
-def file_names(number: int) -> tuple[str, str]:
-    """File name of a saved critic's head and folder name of its trunk; `number` counts from 1."""
-    suffix = "" if number == 1 else f"-{number}"
-    return HEAD_FILE.replace(".", f"{suffix}.", 1), TRUNK_FOLDER + suffix
-
-
 class SavedCritic(NamedTuple):
     """Paths of a critic that a run saved beside its policy."""
 
@@ -203,66 +180,49 @@ class SavedCritic(NamedTuple):
     trunk: Path | None
 
 
-def saved_critics(name: str) -> list[SavedCritic]:
-    """The critics saved in a local folder: none, one, or the members of an ensemble."""
-    folder, saved = Path(name).expanduser(), list[SavedCritic]()
-    while name and (folder / file_names(len(saved) + 1)[0]).is_file():
-        head, trunk = (folder / part for part in file_names(len(saved) + 1))
-        saved.append(SavedCritic(name, head, trunk if (trunk / "config.json").is_file() else None))
-    return saved
+def saved_critic(name: str) -> SavedCritic | None:
+    """The critic saved in a local folder; None if there is none."""
+    head, trunk = (Path(name).expanduser() / part for part in (HEAD_FILE, TRUNK_FOLDER))
+    if not name or not head.is_file():
+        return None
+    return SavedCritic(name, head, trunk if (trunk / "config.json").is_file() else None)
 
 
-def saved_start(args: CriticConfig, model: ModelConfig) -> list[SavedCritic]:
-    """The saved critics that a run's critic starts from: none, one per member, or one for all.
-
-    Raises:
-        ConfigError: there are several, but not one per member.
-    """
+def saved_start(args: CriticConfig, model: ModelConfig) -> SavedCritic | None:
+    """The saved critic that a run's critic starts from; None if there is none."""
     if args.kind == "none" or (args.name is None and args.init != "saved"):
-        return []
-    saved = saved_critics(args.name or model.name)
-    if args.kind == "separate" and len(saved) not in (0, 1, args.members):
-        raise ConfigError(
-            f"critic.members is {args.members}, and {saved[0].name!r} holds {len(saved)} critics; set it to "
-            f"{len(saved)}"
-        )
-    return saved
+        return None
+    return saved_critic(args.name or model.name)
 
 
 def build_critic(
-    args: CriticConfig, model: ModelConfig, lm: PreTrainedModel, trunks: Sequence[PreTrainedModel]
-) -> tuple[Critic | Ensemble | None, list[str]]:
-    """The configured critic, if any, and notes on its origin.
+    args: CriticConfig, model: ModelConfig, lm: PreTrainedModel, trunk: PreTrainedModel | None
+) -> tuple[Critic | None, list[str]]:
+    """The configured critic, if any, on a trunk of its own or the policy's, and notes on its origin.
 
     Raises:
         ConfigError: a saved head cannot be read, or `critic.layers` is more than the model has.
     """
     if args.kind == "none":
         return None, []
-    tap = None if trunks else layer_limit(args.layers, lm)
+    tap = layer_limit(args.layers, lm) if trunk is None else None
     init = "zeros" if args.init == "saved" else args.init
     bins = BINS if args.loss == "histogram" else None
-    size = width(trunks[0] if trunks else lm) if tap is None else lm.config.get_text_config().hidden_size
-    members = []
-    for number in range(args.members):
-        head = build_value_head(args.head, size, init, bins)
-        trunk, fitted = trunks[number] if trunks else None, args.prefix_every not in (0, "auto")
-        members.append(Critic(head, trunk, detach=args.detach, tap=tap, fitted=fitted))
-    critic = members[0] if len(members) == 1 else Ensemble(members)
+    size = width(trunk or lm) if tap is None else lm.config.get_text_config().hidden_size
+    head = build_value_head(args.head, size, init, bins)
+    critic = Critic(head, trunk, detach=args.detach, tap=tap, fitted=args.prefix_every not in (0, "auto"))
     saved = saved_start(args, model)
-    if not saved or args.init != "saved":
+    if saved is None or args.init != "saved":
         return critic, []
-    heads = [load_head(saved[min(number, len(saved) - 1)]) for number in range(args.members)]
-    kind_changed = saved[0].trunk is not None and not trunks
-    newly_cut = bool(trunks) and saved[0].trunk is None and args.layers is not None
-    shapes = [{key: x.shape for key, x in weights.items()} for weights, _ in heads]
-    own = {key: x.shape for key, x in members[0].head.state_dict().items()}
-    if kind_changed or newly_cut or heads[0][1] != members[0].about or any(shape != own for shape in shapes):
+    weights, about = load_head(saved)
+    kind_changed = saved.trunk is not None and trunk is None
+    newly_cut = saved.trunk is None and trunk is not None and args.layers is not None
+    shapes, own = ({key: x.shape for key, x in state.items()} for state in (weights, head.state_dict()))
+    if kind_changed or newly_cut or about != critic.about or shapes != own:
         parts = "critic.kind, critic.layers, critic.head, critic.loss and critic.prefix_every"
-        return critic, [f"the critic saved in {saved[0].name} does not match {parts}: starting a new one"]
-    for member, (weights, _) in zip(members, heads, strict=True):
-        member.head.load_state_dict(weights)
-    return critic, [f"the critic continues from the one saved in {saved[0].name}"]
+        return critic, [f"the critic saved in {saved.name} does not match {parts}: starting a new one"]
+    head.load_state_dict(weights)
+    return critic, [f"the critic continues from the one saved in {saved.name}"]
 
 
 def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -280,52 +240,43 @@ def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise ConfigError(f"{saved.head}: {error}; set critic.init: zeros to start a new critic") from error
 
 
-def build_trunks(
+def build_trunk(
     args: CriticConfig,
     model: ModelConfig,
     lm: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     sharding: Sharding | None = None,
-) -> list[PreTrainedModel]:
-    """The trunks of separate critics, one per member: saved ones, the one of `critic.name`, or the policy's copied.
+) -> PreTrainedModel | None:
+    """The trunk of a separate critic: a saved one, the one of `critic.name`, or the policy's copied; else None.
 
     Raises:
-        ConfigError: one cannot be loaded, has another vocabulary (by its tokenizer or, without one, by its size), has
+        ConfigError: it cannot be loaded, has another vocabulary (by its tokenizer or, without one, by its size), has
             other layers than `critic.layers`.
     """
     if args.kind != "separate":
-        return []
+        return None
     name, saved = args.name or model.name, saved_start(args, model)
-    own = bool(saved) and saved[0].trunk is not None
-
-    def load(number: int) -> PreTrainedModel:
-        """The trunk of a member, cut to `critic.layers`."""
-        if own:
-            trunk = load_saved_trunk(saved[number], lm, model, sharding)
-        elif args.name is not None:
-            trunk = load_trunk(args.name, model, sharding)
-        else:
-            trunk = copied_trunk(lm, model, sharding)
-        count = trunk.config.get_text_config().num_hidden_layers
-        if own and args.layers not in (None, count):
-            raise ConfigError(
-                f"critic.layers is {args.layers}, and the critic saved in {name!r} has {count} layers; leave it out"
-            )
-        if (layers := layer_limit(args.layers, trunk)) is not None:
-            cut_layers(trunk, layers)
-        return trunk
-
-    trunks = [load(number) for number in range(len(saved) if own else 1)]
-    if args.name is not None or saved:
-        check_vocabulary(name, trunks[0], tokenizer)
+    own = None if saved is None else saved.trunk
+    if own is not None:
+        trunk = load_saved_trunk(name, own, lm, model, sharding)
+    elif args.name is not None:
+        trunk = load_trunk(args.name, model, sharding)
+    else:
+        trunk = copied_trunk(lm, model, sharding)
+    count = trunk.config.get_text_config().num_hidden_layers
+    if own is not None and args.layers not in (None, count):
+        raise ConfigError(
+            f"critic.layers is {args.layers}, and the critic saved in {name!r} has {count} layers; leave it out"
+        )
+    if (layers := layer_limit(args.layers, trunk)) is not None:
+        cut_layers(trunk, layers)
+    if args.name is not None or saved is not None:
+        check_vocabulary(name, trunk, tokenizer)
         # A critic's folder may lack a tokenizer, from which some classes would make an empty one.
         folder, files = resolve(name), ("tokenizer.json", "tokenizer_config.json")
         if any(cached_file(folder, file, _raise_exceptions_for_missing_entries=False) for file in files):
             check_same_ids(f"critic.name is {name!r}", load_tokenizer(replace(model, name=name)), tokenizer)
-    while len(trunks) < args.members:
-        # A sharded module cannot be copied, but loaded again.
-        trunks.append(load(0) if is_sharded(trunks[0]) else deepcopy(trunks[0]))
-    return trunks
+    return trunk
 
 
 def copied_trunk(lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None) -> PreTrainedModel:
@@ -353,14 +304,12 @@ def load_trunk(name: str, model: ModelConfig, sharding: Sharding | None = None) 
 
 
 def load_saved_trunk(
-    saved: SavedCritic, lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None = None
+    name: str, folder: Path, lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None = None
 ) -> PreTrainedModel:
-    """Load the trunk of a saved critic."""
-    if saved.trunk is None:
-        raise ConfigError(f"{str(saved.head)!r} has no trunk beside it; the files of {saved.name!r} are incomplete")
+    """Load the trunk in this folder, of the critic saved beside the policy `name`."""
     # AutoModel would load a wrapper around trunks such as OPT's.
     trunk_class = type(trunk_of(lm))
-    with as_config_error(f"a critic from {saved.name!r}"):
-        config, _ = PreTrainedConfig.get_config_dict(saved.trunk)
+    with as_config_error(f"a critic from {name!r}"):
+        config, _ = PreTrainedConfig.get_config_dict(folder)
     auto = trunk_class if trunk_class.__name__ in (config.get("architectures") or ()) else AutoModel
-    return load_model(auto, saved.name, str(saved.trunk), model, sharding)
+    return load_model(auto, name, str(folder), model, sharding)

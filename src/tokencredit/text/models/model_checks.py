@@ -83,28 +83,26 @@ def check_critic(name: str, policy: ActorCritic, layers: int | None = None) -> N
     Raises:
         ConfigError: a check or a forward pass fails.
     """
-    assert policy.critic is not None
-    for critic in policy.critic.members:
-        if critic.reads_last:
-            continue
-        trunk = policy.lm if critic.trunk is None else critic.trunk
-        title = _title(name, trunk)
-        title = title if critic.trunk is None else f"the separate critic {title}"
-        title += "" if layers is None else f" with critic.layers: {layers}"
-        with _passes(title):
-            inputs = example_inputs(trunk.config.get_text_config().vocab_size, trunk.device)
-            states = policy.critic_states(critic, inputs)
-            if states.shape[:-1] != inputs["response_ids"].shape:
-                raise ConfigError(f"{title} has hidden states of a shape that no value head can read; leave it out")
-            alone = check_causal(title, partial(policy.critic_states, critic), inputs)
-            if not close(states, alone, TOLERANCE * alone.abs().max()):
-                raise ConfigError(
-                    f"{title} gives other states for a prompt that is padded on the left; take another model"
-                )
-            if layers is not None and critic.trunk is not None:
-                reloaded = Critic(critic.head, _reloaded(title, critic.trunk))
-                if not close(policy.critic_states(reloaded, inputs), states, TOLERANCE * states.abs().max()):
-                    raise ConfigError(f"{title} gives other states once it is saved and loaded; leave it out")
+    critic = policy.critic
+    assert critic is not None
+    if critic.reads_last:
+        return
+    trunk = policy.lm if critic.trunk is None else critic.trunk
+    title = _title(name, trunk)
+    title = title if critic.trunk is None else f"the separate critic {title}"
+    title += "" if layers is None else f" with critic.layers: {layers}"
+    with _passes(title):
+        inputs = example_inputs(trunk.config.get_text_config().vocab_size, trunk.device)
+        states = policy.critic_states(critic, inputs)
+        if states.shape[:-1] != inputs["response_ids"].shape:
+            raise ConfigError(f"{title} has hidden states of a shape that no value head can read; leave it out")
+        alone = check_causal(title, partial(policy.critic_states, critic), inputs)
+        if not close(states, alone, TOLERANCE * alone.abs().max()):
+            raise ConfigError(f"{title} gives other states for a prompt that is padded on the left; take another model")
+        if layers is not None and critic.trunk is not None:
+            reloaded = Critic(critic.head, _reloaded(title, critic.trunk))
+            if not close(policy.critic_states(reloaded, inputs), states, TOLERANCE * states.abs().max()):
+                raise ConfigError(f"{title} gives other states once it is saved and loaded; leave it out")
 
 
 def _reloaded(title: str, trunk: PreTrainedModel) -> PreTrainedModel:

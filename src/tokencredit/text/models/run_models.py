@@ -25,7 +25,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import build_adapter
 from tokencredit.text.models.architecture import width
-from tokencredit.text.models.critic import build_critic, build_trunks, save_model, saved_critics
+from tokencredit.text.models.critic import build_critic, build_trunk, save_model, saved_critic
 from tokencredit.text.models.model_checks import check_checkpointing, check_critic, check_policy
 from tokencredit.text.models.model_loading import (
     bars_on_terminals,
@@ -169,8 +169,7 @@ def _place(model: ActorCritic, device: torch.device) -> None:
     if not is_sharded(model.lm):
         model.to(device)
     elif model.critic is not None:
-        for member in model.critic.members:
-            member.head.to(device)
+        model.critic.head.to(device)
 
 
 def build_policy(
@@ -183,7 +182,7 @@ def build_policy(
 ) -> tuple[ActorCritic, list[str]]:
     """The trained model, `lm` with its adapter and critic, and notes on the origin of the critic.
 
-    A `peft_config` replaces `model.lora`. With `sharding`, trunks of critics are loaded sharded, or sharded if they and
+    A `peft_config` replaces `model.lora`. With `sharding`, the critic's trunk is loaded sharded, or sharded if it and
     `lm` are whole.
 
     Raises:
@@ -196,16 +195,16 @@ def build_policy(
             f"model.compile needs a C++ compiler, and {compiler!r} was not found; install g++, or leave it out"
         )
     of_critic = sharding.of_frozen() if sharding is not None and critic.detach else sharding
-    trunks = build_trunks(critic, model, lm, tokenizer, of_critic)
-    for part, how in ((lm, sharding), *((trunk, of_critic) for trunk in trunks)):
-        if how is not None:
+    trunk = build_trunk(critic, model, lm, tokenizer, of_critic)
+    for part, how in ((lm, sharding), (trunk, of_critic)):
+        if part is not None and how is not None:
             how.apply(part)
     adapter = build_adapter(lm, model, peft_config)
-    values, notes = build_critic(critic, model, lm, trunks)
+    values, notes = build_critic(critic, model, lm, trunk)
     if values is not None:
         check_critic(critic.name or model.name, ActorCritic(lm, values), critic.layers)
     if model.gradient_checkpointing:
-        for part in (lm, *trunks):
+        for part in filter(None, (lm, trunk)):
             enable_checkpointing(part)
         if not model.dropout:
             check_checkpointing(model.name, ActorCritic(lm))
@@ -240,17 +239,16 @@ def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenize
     if policy.adapter is None:
         with bars_on_terminals():
             save_model(folder, policy.lm, writes)
-    critics = [] if policy.critic is None else list(enumerate(policy.critic.members, start=1))
-    for number, critic in critics:
+    if policy.critic is not None:
         with bars_on_terminals():
-            critic.save_trunk(folder, number, writes)
+            policy.critic.save_trunk(folder, writes)
     if not writes:  # what follows is not collective, so a failure leaves no other process in it
         return
     if policy.adapter is not None:
         policy.adapter.save(folder)
     tokenizer.save_pretrained(folder)
-    for number, critic in critics:
-        critic.save_head(folder, number)
+    if policy.critic is not None:
+        policy.critic.save_head(folder)
 
 
 def load_source(source: ModelSource, which: str, processes: Processes, *, reference: bool = False) -> Models:
@@ -313,10 +311,10 @@ def load_run_models(
     if which != "base" and values.kind != "none":
         every = read_choices(run).get("critic.prefix_every", values.prefix_every)
         values = replace(values, name=None, init="saved", prefix_every=every)
-        if (have := len(saved_critics(model.name))) != values.members:
+        if saved_critic(model.name) is None:
             raise ConfigError(
-                f"{model.name!r} has {have or 'no'} critic, though critic.kind of the run is {values.kind} and "
-                f"critic.members {values.members}; its files are incomplete"
+                f"{model.name!r} has no critic, though critic.kind of the run is {values.kind}; its files are "
+                "incomplete"
             )
     with preserved():
         lm, tokenizer = _load_base(run, plain) if which == "base" else load_start(model)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tokencredit.text.models.architecture import layers_of
-from tokencredit.text.models.critic import Critic, Ensemble
+from tokencredit.text.models.critic import Critic
 from tokencredit.tools.inspect.parts import Parts, final_norm
 from tokencredit.tools.inspect.question import Question
 from tokencredit.tools.inspect.recording import Record, hooks, on_input, on_output, run_trunk
@@ -58,8 +58,8 @@ def logit_lens(
 
 
 @torch.no_grad()
-def critic_lens(critic: Critic | Ensemble, trunk: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Values `[layers + 1, time]` read by a critic's value head after each layer; of an ensemble, the mean.
+def critic_lens(critic: Critic, trunk: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Values `[layers + 1, time]` read by a critic's value head after each layer.
 
     A head that was trained on the last states reads each layer through the final norm; a head that was trained on an
     inner layer reads each as it reads its own.
@@ -69,11 +69,7 @@ def critic_lens(critic: Critic | Ensemble, trunk: PreTrainedModel, ids: Tensor) 
         trunk: the policy's trunk.
         ids: token ids `[time]`.
     """
-    return torch.stack([_values(member, member.trunk or trunk, ids) for member in critic.members]).mean(0)
-
-
-def _values(critic: Critic, trunk: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Values `[layers + 1, time]` of one critic."""
+    trunk = critic.trunk or trunk
     layers, norm = layers_of(trunk), final_norm("the critic", trunk)
     states: list[Tensor] = []
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.models.critic import Critic, Ensemble
+from tokencredit.text.models.critic import Critic
 from tokencredit.tools.inspect import answer, attribution, lens, patching
 from tokencredit.tools.inspect.parts import Part, Parts
 from tokencredit.tools.inspect.question import Question, Text, choose, predict
@@ -65,7 +65,7 @@ def compare(
     up: Sequence[int] = (),
     down: Sequence[int] = (),
     others: Sequence[Text] = (),
-    critic: Critic | Ensemble | None = None,
+    critic: Critic | None = None,
 ) -> dict[str, Any]:
     """All readings of a pair of models, from `tokens` to `weights` in inspect.json.
 
@@ -198,7 +198,7 @@ def _attention(pair: ModelPair, question: Question) -> dict[str, Any]:
     return {"from": question.position, "to": list(range(length)), "heads": heads, "input_gradient": gradient}
 
 
-def _critic(pair: ModelPair, critic: Critic | Ensemble) -> dict[str, Any]:
+def _critic(pair: ModelPair, critic: Critic) -> dict[str, Any]:
     """The critic's lens."""
     values = lens.critic_lens(critic, pair.tuned.trunk, pair.text.ids)
     own = len(values) - 1 if critic.tap is None else critic.tap

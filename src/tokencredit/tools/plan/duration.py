@@ -53,7 +53,7 @@ def stage_seconds(work: Work, timings: Mapping[str, float], rows: int) -> dict[s
     prompts = batch.prompt / batch.length / config.rollout.per_prompt * passes["scoring"]
     critic, steps = passes.get("critic", 0.0), minibatches * timings["optimizer"]
     own = config.critic.kind == "separate"
-    alone = config.critic.epochs * (1 + config.critic.buffer) * ((3 if own else 1) * critic + steps)
+    alone = config.critic.epochs * ((3 if own else 1) * critic + steps)
     return {
         "rollout": prompts + (batch.new - 1) * timings["step"] + passes["scoring"] * work.half + critic * own,
         "reference": passes.get("reference", 0.0),
@@ -100,7 +100,7 @@ def exchanged_bytes(work: Work, sizes: Sizes) -> float:
     half an all-reduce; a pass that trains gathers them twice and scatters gradients, three halves.
     """
     config, batch = work.config, work.batch
-    minibatches = config.ppo.minibatches * (config.ppo.epochs + config.critic.epochs * (1 + config.critic.buffer))
+    minibatches = config.ppo.minibatches * (config.ppo.epochs + config.critic.epochs)
     if not work.sharded:
         return 4.0 * sizes.trained * minibatches
     updates = minibatches * -(-work.minibatch_rows // work.micro_rows(work.minibatch_rows, batch))

@@ -69,7 +69,7 @@ def measure(work: Work) -> Sizes:
         lm, critic = list(policy.lm.parameters()), [] if policy.critic is None else list(policy.critic.parameters())
         own = [] if reference is None else list(reference.parameters())
         adapted = any(not p.requires_grad for p in lm)
-        heads = [] if policy.critic is None else [p for x in policy.critic.members for p in x.head.parameters()]
+        heads = [] if policy.critic is None else list(policy.critic.head.parameters())
         # Value heads and adapters are whole in each process.
         whole = {id(p) for p in (*heads, *(trainable(policy.lm) if adapted else ()))}
 
@@ -292,14 +292,8 @@ def _grouped_product(_work: Work, a: Tensor, b: Tensor, offs: Tensor | None = No
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
-def _member_rows(work: Work, x: Tensor) -> Tensor:
-    """Indices of the rows of one of an ensemble's members, of which each has as many."""
-    return x.new_empty(-(-len(x) // work.config.critic.members), 1, dtype=torch.long)
-
-
 ANSWERS: dict[Any, Any] = {
     torch.ops.aten._local_scalar_dense.default: _value,
     torch.ops.aten._grouped_mm.default: _grouped_product,
-    torch.ops.aten.nonzero.default: _member_rows,
 }
 """Results of operations on fake tensors that depend on numbers, or that PyTorch does not know."""

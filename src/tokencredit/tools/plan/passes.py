@@ -41,16 +41,16 @@ def build_skeletons(work: Work) -> tuple[ActorCritic, ActorCritic | None]:
         reference = ActorCritic(causal_lm(work.lm_config, config.model)).requires_grad_(False)
         if rounds:
             round_frozen(reference.lm)
-    trunks = [critic_trunk(work) for _ in range(args.members if args.kind == "separate" else 0)]
+    trunk = critic_trunk(work) if args.kind == "separate" else None
     if adapter is not None:
         add_adapter(lm, adapter, "model.lora")
         if rounds and work.device == "cuda":
             round_frozen(lm)
     if config.model.gradient_checkpointing:
-        for part in (lm, *trunks):
+        for part in filter(None, (lm, trunk)):
             enable_checkpointing(part)
     init = "zeros" if args.init == "saved" else args.init
-    critic, _ = build_critic(replace(args, name=None, init=init), config.model, lm, trunks)
+    critic, _ = build_critic(replace(args, name=None, init=init), config.model, lm, trunk)
     return ActorCritic(lm, critic), reference
 
 
@@ -78,7 +78,7 @@ def critic_trunk(work: Work) -> PreTrainedModel:
     """The trunk of a separate critic: a saved one's, the one of `critic.name`, or the policy's."""
     args, model = work.config.critic, work.config.model
     saved = saved_start(args, model)
-    name = str(saved[0].trunk) if saved and saved[0].trunk is not None else args.name
+    name = args.name if saved is None or saved.trunk is None else str(saved.trunk)
     if name is None:
         trunk = trunk_of(causal_lm(work.lm_config, model))
     else:
@@ -118,15 +118,12 @@ class SkeletonPasses:
         device, vocabulary = self.precision.device, self.work.lm_config.get_text_config().vocab_size
         prompt_mask = torch.ones(rows, batch.prompt, dtype=torch.bool, device=device)
         prompt_mask[0, : batch.prompt > 1] = False
-        inputs = {
+        return {
             "prompt_ids": torch.randint(vocabulary, (rows, batch.prompt), device=device),
             "prompt_mask": prompt_mask,
             "response_ids": torch.randint(vocabulary, (rows, batch.new), device=device),
             "mask": torch.ones(rows, batch.new, dtype=torch.bool, device=device),
         }
-        if self.work.config.critic.members > 1:
-            inputs["member"] = torch.zeros(rows, dtype=torch.long, device=device)
-        return inputs
 
     def score(self, model: ActorCritic, inputs: Inputs) -> None:
         """Log-probs of a model, without gradients."""
@@ -185,5 +182,5 @@ class Sampling:
 
     def _draw(self, hidden: Tensor, tokens: Tensor) -> None:
         critic = self.model.critic
-        values = critic(hidden) if critic is not None and getattr(critic, "reads_last", False) else None
+        values = critic(hidden) if critic is not None and critic.reads_last else None
         self.state.draw(self.model.logits(hidden), tokens, values)
