@@ -29,6 +29,7 @@ def plan():
     return planned()
 
 
+@pytest.mark.slow
 def test_the_table_says_how_much_when_and_where(capsys, tmp_path):
     out = tmp_path / "plan.json"
     flags = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "12", "--model.dtype", "float32"]
@@ -91,6 +92,7 @@ def test_prompts_are_counted():
     assert work_of(prompt_tokens=7).batch.prompt == 7
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_fit_is_a_warning_with_what_to_change(monkeypatch):
     plan = replace(planned(processes=2), libraries=0)
     small = replace(plan, memory=10**7)
@@ -126,6 +128,7 @@ def test_disk_holds_checkpoints_and_policies(plan):
     assert "best" in disk({"eval.every": 1})
 
 
+@pytest.mark.slow
 def test_a_gpu_that_this_machine_lacks_is_planned(capsys):
     assert main(["plan", "--device", "cuda", "--memory", "0.4GB"]) == 0
     text = capsys.readouterr().out

@@ -28,6 +28,8 @@ FAMILIES = {
     "gpt_neox": {"intermediate_size": 128},
     "mixtral": {**WIDER, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+pytestmark = pytest.mark.slow
+
 IN_SUITE = (("llama", "float32"), ("gemma2", "bfloat16"))
 
 
@@ -55,7 +57,6 @@ def live_update(work):
         return sum(update_parts(live, passes, elsewhere=0).values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -71,7 +72,6 @@ def test_an_update_on_fake_tensors_takes_the_memory_of_a_real_one(kind, dtype, t
     assert measured.parts["rollout"]["KV cache"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
