@@ -152,6 +152,21 @@ def test_episodes_of_several_turns_have_no_command_that_audits_them(run):
     assert "tokencredit audit" in audit_view.trust(replace(run, audit=None))
 
 
+def test_an_advantage_has_the_error_of_the_nearest_audit_and_significant_ones_are_counted(run):
+    metrics = [row | {"audit/advantage_error": error} for row, error in zip(run.metrics, (0.3, None, 0.1), strict=True)]
+    samples = [sample | {"advantages": [0.21, -0.21, 0.19, -0.05]} for sample in run.samples[-2:]]
+    audited = replace(run, metrics=metrics, samples=samples)
+    assert [audit_view.credit_error(audited, number) for number in (1, 2, 3)] == [(0.3, 1), (0.1, 3), (0.1, 3)]
+    assert audit_view.faded(audited) == (
+        "Advantages smaller than their standard error, by the nearest audit, are faded. 4 of 8 tokens in the last "
+        "iteration's samples have a significant advantage: beyond 2 standard errors of 0.1, by the audit of "
+        "iteration 3."
+    )
+    unknown = replace(run, metrics=[row | {"audit/advantage_error": None} for row in run.metrics])
+    assert audit_view.faded(unknown) is None
+    assert {view["error"] for view in page.credit(unknown)} == {None}
+
+
 def test_more_completions_than_fit_are_left_out_and_counted(run, monkeypatch):
     monkeypatch.setattr(page, "AUDITED", sum(len(s["tokens"]) for s in run.audit["samples"][:2]))
     shown = data_of(page.render(run))["audited"]
@@ -181,7 +196,9 @@ def test_the_browser_shows_the_truth_below_the_shown_advantage(browser, audited_
     known = [x is not None for x in sample["true_advantages"]]
     script = "return arguments[0].map((span) => [span.className, getComputedStyle(span).borderBottomColor])"
     names, strips = zip(*browser.execute_script(script, spans), strict=True)
-    assert [name == "known" for name in names] == known
+    assert ["known" in name.split() for name in names] == known
+    error = read_run(audited_folder).metrics[-1]["audit/advantage_error"]
+    assert ["faint" in name.split() for name in names] == [abs(x) < round(error, 4) for x in sample["advantages"]]
     assert all((colour == "rgba(0, 0, 0, 0)") for colour, there in zip(strips, known, strict=True) if not there)
     largest = max(range(len(known)), key=lambda i: abs(sample["true_advantages"][i] or 0.0))
     assert strips[largest] != "rgba(0, 0, 0, 0)"

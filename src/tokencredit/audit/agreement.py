@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tokencredit.audit.estimates import MONTE_CARLO, TD
 from tokencredit.audit.truth import Truth
-from tokencredit.audit.verdict import MIN_ROWS
+from tokencredit.audit.verdict import MIN_ROWS, SIGNIFICANT
 
 RESAMPLES = 1000
 LEVEL = 0.95
@@ -35,8 +35,6 @@ MAX_RANKED = 1500
 """Most states whose pairs are ranked."""
 DECIMALS = 6
 """Decimals of true values and advantages in files."""
-SIGNIFICANT = 2.0
-"""Standard errors beyond which a difference in the truth counts as significant."""
 Figure = dict[str, float | None]
 """`value`, and the bounds `low` and `high` of its interval; None where undefined."""
 Sums = dict[str, Tensor]
@@ -215,10 +213,10 @@ def judge_credit(truth: Truth, advantages: Mapping[str, Tensor]) -> dict[str, An
     """Compare estimators' advantages, `[rows, time]` each by label, with the truth; the first is the one shown.
 
     Returns:
-        `tokens`, the number of known ones; `noise`, the share of the truth's variance that is noise; `shown`; and
-        `estimators`, each with the figures `correlation`, `sign_agreement` (share of tokens with the correct sign,
-        among those whose true advantage is over two standard errors from 0) and `gain`, the correlation minus that of
-        `shown`.
+        `tokens`, the number of known ones; `noise`, the share of the truth's variance that is noise; `shown`; `error`,
+        the root mean squared error of its advantages; and `estimators`, each with the figures `correlation`,
+        `sign_agreement` (share of tokens with the correct sign, among those whose true advantage is over two standard
+        errors from 0) and `gain`, the correlation minus that of `shown`.
     """
     known = truth.advantages.isfinite()
     resampling = Resampling(len(known))
@@ -243,6 +241,7 @@ def judge_credit(truth: Truth, advantages: Mapping[str, Tensor]) -> dict[str, An
         "tokens": int(known.sum()),
         "noise": resampling.figure(sums[shown], noise_share),
         "shown": shown,
+        "error": resampling.figure(sums[shown], rmse),
         "estimators": estimators,
     }
 
@@ -265,7 +264,8 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
     Returns:
         `audit/correlation` of the shown advantages with the true ones, with the bounds of its interval
         (`audit/correlation_low`, `audit/correlation_high`), and `audit/trust`, the share of their variance that is
-        real; `audit/sign_agreement`; `audit/noise` of the truth; `audit/raise_lam` and `audit/lower_lam`, lower bounds
+        real; `audit/advantage_error`, their root mean squared error, unless it is lost in the noise;
+        `audit/sign_agreement`; `audit/noise` of the truth; `audit/raise_lam` and `audit/lower_lam`, lower bounds
         of the gain in correlation with λ = 1 and λ = 0. For the critic: `audit/explained_variance` and its upper bound
         `audit/explained_variance_high`, `audit/slope`, `audit/bias`, `audit/spread` and its upper bound,
         `audit/ranking`, and `audit/value_noise`, the share of noise in the true values.
@@ -277,6 +277,7 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
         "correlation_low": shown["correlation"]["low"],
         "correlation_high": shown["correlation"]["high"],
         "trust": share_real(correlation),
+        "advantage_error": credit["error"]["value"] or None,
         "sign_agreement": shown["sign_agreement"]["value"],
         "noise": credit["noise"]["value"],
     }

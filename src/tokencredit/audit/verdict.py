@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+SIGNIFICANT = 2.0
+"""Standard errors beyond which an advantage, or a difference in the truth, counts as significant."""
 NOISY = 0.5
 """Share of noise in a measured truth above which figures and their intervals are no evidence. Measured: an audit with a
 share of 0.73 gave a false finding on a run with a correct critic."""
@@ -34,6 +36,18 @@ def credit_verdict(audit: Mapping[str, Any]) -> str:
             f"{rows_name(audit)}; {correlates}. Audit with more --completions."
         )
     return f"{share(correlation)} of this run's credit is real: {correlates}."
+
+
+def significant(advantages: Sequence[float], error: float, iteration: int) -> str:
+    """How many of the advantages of the last iteration's samples are beyond two standard errors, as a sentence.
+
+    `error` is the root mean squared error of advantages in the audit of `iteration`.
+    """
+    count = sum(abs(x) > SIGNIFICANT * error for x in advantages)
+    return (
+        f"{count:,} of {len(advantages):,} tokens in the last iteration's samples have a significant advantage: beyond "
+        f"{SIGNIFICANT:.0f} standard errors of {error:.2g}, by the audit of iteration {iteration}"
+    )
 
 
 def too_noisy(noise: float) -> str:

@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from tokencredit.audit.verdict import credit_verdict, critic_caution, measured, text_parts
+from tokencredit.audit.verdict import credit_verdict, critic_caution, measured, significant, text_parts
 from tokencredit.report.reading import OF_ESTIMATOR, Run
 from tokencredit.runs.folder import read_python
+from tokencredit.runs.transcript import acted
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.run_kind import CONTROL, run_kind_of
 
@@ -44,6 +45,25 @@ def trust(run: Run) -> str | None:
             command = "trainer.audit() in Python, or audit.every"
         return f"The credit on this page has not been measured against true values; to measure it: {command}"
     return visible(credit_verdict(run.audit))
+
+
+def credit_error(run: Run, iteration: int) -> tuple[float, int] | None:
+    """Standard error of an advantage in an iteration, and the nearest iteration with an audit, which measured it."""
+    name = "audit/advantage_error"
+    errors = {row["iteration"]: row[name] for row in run.metrics if row.get(name)}
+    nearest = min(errors, key=lambda number: (abs(number - iteration), -number), default=None)
+    return None if nearest is None else (errors[nearest], nearest)
+
+
+def faded(run: Run) -> str | None:
+    """Which tokens the page fades, and how many are significant; None if nothing is known of the error."""
+    last = run.metrics[-1]["iteration"]
+    if (found := credit_error(run, last)) is None:
+        return None
+    error, audited = found
+    shown = [x for sample in run.samples if sample["iteration"] == last for x in acted(sample)["advantages"]]
+    counted = f" {significant(shown, error, audited)}." if shown else ""
+    return f"Advantages smaller than their standard error, by the nearest audit, are faded.{counted}"
 
 
 def entry(audit: Mapping[str, Any], kept: int) -> str:

@@ -82,6 +82,7 @@ def render(run: Run) -> str:
         no_finding=no_finding(run.config, len(run.metrics)),
         unchecked=run_kind_of(run.config) in OFFLINE,
         trust=audit_view.trust(run),
+        faded=audit_view.faded(run),
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
         episodes=any("turns" in sample for sample in (*samples, *truths)),
@@ -188,8 +189,9 @@ def credit(run: Run) -> list[dict[str, Any]]:
     masked = run.setting("ppo.mask_truncated")
     whitened = run.setting("advantage.whiten") not in (None, "none")
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
+    errors = {number: (audit_view.credit_error(run, number) or (None,))[0] for number in numbers}
     return [
-        credit_view(run, s, None if s["truncated"] and masked else kept, means.get(number, 0.0))
+        credit_view(run, s, None if s["truncated"] and masked else kept, means.get(number, 0.0), errors[number])
         for number in numbers
         for s in by_iteration[number]
     ]
@@ -218,7 +220,8 @@ def audited(run: Run) -> list[dict[str, Any]]:
             break
         kept.append(sample)
     name = audit_view.entry(run.audit, len(kept)) if run.audit else ""
-    return [credit_view(run, {**sample, "iteration": name}, None, 0.0) for sample in kept]
+    error = run.audit["metrics"].get("audit/advantage_error") if run.audit else None
+    return [credit_view(run, {**sample, "iteration": name}, None, 0.0, error) for sample in kept]
 
 
 def learned_values(sample: Mapping[str, Any]) -> list[float | None]:
@@ -236,12 +239,13 @@ def size(sample: Mapping[str, Any]) -> int:
 
 
 def credit_view(
-    run: Run, sample: Mapping[str, Any], kept: tuple[float, float] | None, mean_advantage: float
+    run: Run, sample: Mapping[str, Any], kept: tuple[float, float] | None, mean_advantage: float, error: float | None
 ) -> dict[str, Any]:
     """One sample of the credit view: escaped texts, and a list of numbers per quantity and acted token.
 
     Outside the interval `kept` of ratios the gradient is clipped; None for a completion outside the loss, or another
-    loss. With whitening, a token is reinforced if its advantage is above the batch's `mean_advantage`.
+    loss. With whitening, a token is reinforced if its advantage is above the batch's `mean_advantage`;
+    `error` is the standard error of an advantage.
     """
     episode, sample, by_turn = sample, acted(sample), run.setting("advantage.unit") == "turn"
     logprobs = sample["logprobs"]
@@ -275,6 +279,7 @@ def credit_view(
         "tokens": [readable(token) for token in sample["tokens"]],
         "numbers": {name: rounded(values) for name, values in numbers.items()},
         "errors": {name: rounded(values) for name, values in errors.items()},
+        "error": rounded([error])[0],
         "what_if": [rounded(alternatives[name]) if name in alternatives else None for name in ALTERNATIVES],
         **(turns_of(episode) if "turns" in episode else {}),
     }

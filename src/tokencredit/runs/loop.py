@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from tokencredit.audit.verdict import significant
 from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.controllers import EarlyStopping
@@ -16,6 +17,7 @@ from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.resuming import saved
 from tokencredit.runs.summary import Summary
+from tokencredit.runs.transcript import acted
 from tokencredit.settings.training import AuditSettings, RunSettings
 
 State = dict[str, Any]
@@ -214,8 +216,10 @@ def audit_at_end(
         audit: audits so many of them within so many seconds; returns the contents of audit.json.
     """
     at_end = summary.stopped_by == "iterations" or summary.stopped_by.startswith("stop.")
-    audited = settings.every and summary.iterations % settings.every == 0
-    if not settings.at_end or audited or not at_end or record.failed or not summary.iterations:
+    if not settings.at_end or not at_end or record.failed or not summary.iterations:
+        return
+    if settings.every and summary.iterations % settings.every == 0:  # it is audited
+        _say_significant(record, record.history[-1])
         return
     least, most = AUDIT_ROWS
     try:
@@ -238,6 +242,15 @@ def audit_at_end(
     if record.main:
         record.folder.write_json(AUDIT, found)
         record.screen.audited(found["metrics"])
+        _say_significant(record, found["metrics"])
+
+
+def _say_significant(record: RunRecord, metrics: Mapping[str, float]) -> None:
+    """Show how many tokens of the last samples have a significant advantage, by the metrics of the final audit."""
+    error = metrics.get("audit/advantage_error", 0.0)
+    if error > 0 and record.last_samples:
+        shown = [x for sample in record.last_samples for x in acted(sample)["advantages"]]
+        record.screen.say(significant(shown, error, len(record.history)))
 
 
 def _failed(trainer: Trainer, number: int, error: BaseException) -> RunStopped:

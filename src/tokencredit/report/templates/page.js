@@ -29,12 +29,14 @@ function reach(samples, quantity) { // the largest distance from the centre, of 
   return most || 1;
 }
 
-function tokens(sample, values, scale, centre, describe, { truth, truthScale = scale, credit = values } = {}) {
+function tokens(sample, values, scale, centre, describe, { truth, truthScale = scale, credit = values, error = 0 } = {}) {
   const spans = sample.tokens.map((text, i) => {
     const span = make("span", { textContent: text || "∅", tabIndex: i === 0 ? 0 : -1 });
-    if (values[i] !== null) span.style.backgroundColor = colour((values[i] - centre) / scale);
+    const faint = values[i] !== null && Math.abs(values[i]) < error;
+    if (values[i] !== null) span.style.backgroundColor = colour(((faint ? 0.3 : 1) * (values[i] - centre)) / scale);
+    if (faint) span.classList.add("faint");
     if (truth && truth[i] !== null) {
-      span.className = "known";
+      span.classList.add("known");
       span.style.borderBottomColor = colour(truth[i] / truthScale);
     }
     span.addEventListener("focus", () => describe(i));
@@ -90,7 +92,7 @@ function withError(value, error) {
 
 function describe(sample, i) {
   const shown = Object.entries(sample.numbers).filter(([name, values]) => values[i] !== null || sample.errors[name]);
-  const numbers = shown.map(([name, values]) => `${name} ${withError(values[i], sample.errors[name]?.[i])}`);
+  const numbers = shown.map(([name, values]) => `${name} ${withError(values[i], name === "advantage" ? sample.error : sample.errors[name]?.[i])}`);
   by("numbers").textContent = `${placeOf(sample, i)}token ${i + 1} of ${sample.tokens.length}, “${sample.tokens[i]}”: ${numbers.join(", ")}`;
 }
 
@@ -141,7 +143,7 @@ function creditView() {
           make("div", { className: "about" }, make("span", { textContent: `reward ${format(sample.reward)}` }),
             make("span", { textContent: sample.turns ? lengthOf(sample) : sample.truncated ? "truncated at the length limit" : `${sample.tokens.length} tokens` })),
           tokens(sample, values, own ? reach([sample], quantity) : largest, centre, (i) => describe(sample, i),
-            { truth: sample.numbers[TRUTH[quantity]], credit: sample.numbers.advantage }),
+            { truth: sample.numbers[TRUTH[quantity]], credit: sample.numbers.advantage, error: (quantity === "advantage" && sample.error) || 0 }),
           // none without a critic
           ...(sample.numbers.value ? [valueLine(sample)] : []));
       }));
