@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -136,17 +137,18 @@ def test_a_run_without_a_critic_leaves_readable_files(tmp_path):
 @pytest.mark.parametrize("kind", ["separate", *proofs("shared")])
 @pytest.mark.slow
 def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, tmp_path):
-    first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind=kind)))
+    alone = partial(CriticConfig, kind=kind, prefix_every=0)
+    first = PPOTrainer(args=small(tmp_path / "a", critic=alone()))
     first.train()
     trained = {name: x.clone() for name, x in first.policy.critic.state_dict().items()}
     assert trained["head.2.weight"].abs().sum() > 0
     model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
-    second = PPOTrainer(args=small(tmp_path / "b", model=model, critic=CriticConfig(kind=kind)))
+    second = PPOTrainer(args=small(tmp_path / "b", model=model, critic=alone()))
     assert all(torch.equal(x, trained[name]) for name, x in second.policy.critic.state_dict().items())
     second.train()
     events = read_events(tmp_path / "b")
     assert f"the critic continues from the one saved in {model.name}" in events
-    fresh = PPOTrainer(args=small(tmp_path / "c", model=model, critic=CriticConfig(kind=kind, init="zeros")))
+    fresh = PPOTrainer(args=small(tmp_path / "c", model=model, critic=alone(init="zeros")))
     assert fresh.policy.critic.head[-1].weight.abs().sum() == 0
     assert fresh.notes == []
 
@@ -160,9 +162,10 @@ def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back(kind, t
 )
 @pytest.mark.slow
 def test_a_note_says_that_a_saved_critic_does_not_fit(saved, asked, tmp_path):
-    PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(**saved))).train()
+    alone = partial(CriticConfig, prefix_every=0)
+    PPOTrainer(args=small(tmp_path / "a", critic=alone(**saved))).train()
     model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
-    trainer = PPOTrainer(args=small(tmp_path / "b", model=model, critic=CriticConfig(**asked)))
+    trainer = PPOTrainer(args=small(tmp_path / "b", model=model, critic=alone(**asked)))
     assert len(trainer.notes) == 1
     assert trainer.notes[0].endswith("starting a new one")
     assert trainer.policy.critic.head[-1].weight.abs().sum() == 0

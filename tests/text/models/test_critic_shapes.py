@@ -28,7 +28,7 @@ NORMS = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm"}
 
 def small(folder, iterations=1, **critic):
     optim = OptimConfig(lr=1e-3, warmup=0)
-    return text_config(folder, iterations, critic=CriticConfig(**critic), optim=optim)
+    return text_config(folder, iterations, critic=CriticConfig(prefix_every=0, **critic), optim=optim)
 
 
 @pytest.fixture
