@@ -14,16 +14,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.learn.state import trainable
-from tokencredit.runs.summary import count, shortened
+from tokencredit.report.card import model_card
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.summary import Summary, count, shortened
 from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.datasets import digest, from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
 from tokencredit.text.engines.engine import Engine
-from tokencredit.text.models.model_loading import folder_digest, max_prompt_length
+from tokencredit.text.models.model_loading import folder_digest, max_prompt_length, upload
 from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
@@ -301,6 +304,24 @@ def build_pipeline(
         None if environments is None else build_player(args, engine, environments),
         prefix_every,
     )
+
+
+def write_card(folder: Path, args: PPOConfig, pipeline: Pipeline, given: Sequence[str], summary: Summary) -> None:
+    """Write a policy's model card; `given` has the names of the arguments that came from Python."""
+    prompts = "from Python (train_dataset)" if "train_dataset" in given else None
+    environment = None if pipeline.player is None else pipeline.player.environments.name
+    card = model_card(args, [term.name for term in pipeline.terms], summary, prompts, environment)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def upload_policy(args: RunConfig, record: RunRecord, stopped_by: str) -> None:
+    """Upload the policy to `run.push_to_hub`, if the run is at its end."""
+    if args.push_to_hub is None or not record.main:
+        return
+    if stopped_by == "iterations" or stopped_by.startswith("stop."):
+        upload(record.folder.path / "policy", args.push_to_hub)
+    else:
+        record.screen.say(f"not uploaded to {args.push_to_hub}: the run is not at its end")
 
 
 def check_evaluation_lengths(args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:

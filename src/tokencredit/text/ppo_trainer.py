@@ -23,7 +23,6 @@ from tokencredit.learn import rng
 from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, sharded_parameters, trainable
-from tokencredit.report.card import model_card
 from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import Iteration, State, run
 from tokencredit.runs.recorder import RunRecord
@@ -40,12 +39,12 @@ from tokencredit.text.audit.limit import limit_metrics
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
-from tokencredit.text.data.prefixes import save_fit, spacing
+from tokencredit.text.data.prefixes import save_fit, spaced
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
-from tokencredit.text.models.model_loading import check_origin, origin, upload
+from tokencredit.text.models.model_loading import check_origin, origin
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.models.run_models import Models, save_policy
 from tokencredit.text.models.sharded_loading import Sharding
@@ -122,11 +121,9 @@ class PPOTrainer:
             rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
             prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows.values())
             self.prompts, self.eval_prompts = prepared
-            every = spacing(args, terms, lm, self.prompts)
-            chosen, choices = args, precision.choices
-            if args.critic.prefix_every == "auto" and args.critic.kind != "none":
-                chosen = replace(args, critic=replace(args.critic, prefix_every=every))
-                choices |= {"critic.prefix_every": every}
+            chosen = spaced(args, terms, lm, self.prompts)
+            self.prefix_every = 0 if chosen.critic.prefix_every == "auto" else chosen.critic.prefix_every
+            choices = precision.choices | ({} if chosen is args else {"critic.prefix_every": self.prefix_every})
             self.record = RunRecord(args.run, self.processes, TEXT, choices, show_every=args.run.show_every)
             given = {"reward_funcs": reward_funcs, **rows, "tools": tools or None}
             given |= {"environment_factory": environment_factory, "peft_config": peft_config}
@@ -137,22 +134,17 @@ class PPOTrainer:
             models = run_models.build_models(chosen, *parts)
             setup.check_terms(terms, models, self.prompts, self.eval_prompts)
             self.rng = rng.torch_state()
-        self._assemble(models, terms, environments, callbacks, every)
+        self._assemble(models, terms, environments, callbacks)
 
     def _assemble(
-        self,
-        models: Models,
-        terms: list[Term],
-        environments: Environments | None,
-        callbacks: list[object],
-        prefix_every: int,
+        self, models: Models, terms: list[Term], environments: Environments | None, callbacks: list[object]
     ) -> None:
         """Put what is loaded together."""
         args, self.policy, self.reference = self.args, models.policy, models.reference
         self.sharded = is_sharded(self.policy.lm)
-        report = self.record.event
-        self.pipeline = setup.build_pipeline(args, models, terms, self.processes, environments, report, prefix_every)
-        remarks = setup.remarks(args, self.prompts, prefix_every, sharded=self.sharded)
+        of_run = self.processes, environments, self.record.event, self.prefix_every
+        self.pipeline = setup.build_pipeline(args, models, terms, *of_run)
+        remarks = setup.remarks(args, self.prompts, self.prefix_every, sharded=self.sharded)
         self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks]
         setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
@@ -388,11 +380,7 @@ class PPOTrainer:
             self.record.screen.say(f"no audit at the end: {NOT_CONTINUED}")
         write_final_report(self.record)
         self.record.next_steps(setup.next_steps(self.args, self.origin["given"], audits=self.auditor is not None))
-        if (repository := self.args.run.push_to_hub) and self.processes.main:
-            if stopped_by == "iterations" or stopped_by.startswith("stop."):
-                upload(self.record.folder.path / "policy", repository)
-            else:
-                self.record.screen.say(f"not uploaded to {repository}: the run is not at its end")
+        setup.upload_policy(self.args.run, self.record, stopped_by)
         return summary
 
     def _save_policy(self, folder: Path) -> None:
@@ -402,10 +390,5 @@ class PPOTrainer:
 
     def _save(self, folder: Path, summary: Summary) -> None:
         self._save_policy(folder)
-        if not self.processes.main:
-            return
-        prompts = "from Python (train_dataset)" if "train_dataset" in self.origin["given"] else None
-        player = self.pipeline.player
-        environment = None if player is None else player.environments.name
-        terms = [term.name for term in self.pipeline.terms]
-        (folder / "README.md").write_text(model_card(self.args, terms, summary, prompts, environment), encoding="utf-8")
+        if self.processes.main:
+            setup.write_card(folder, self.args, self.pipeline, self.origin["given"], summary)

@@ -14,7 +14,7 @@ from tokencredit.settings.data import EnvironmentConfig, FunctionTerm
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig
-from tokencredit.text.data.prefixes import prefix_scores, spacing
+from tokencredit.text.data.prefixes import prefix_scores, spaced
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rollout_passes import rollout_values
@@ -133,7 +133,8 @@ def test_by_default_as_many_prefixes_are_scored_as_cost_a_quarter_of_the_policys
     expected = math.ceil(longest / 2 * weights / (0.25 * (2 + 3 * trainer.args.ppo.epochs) * own))
     assert expected > 1
     args = text_config(tmp_path, rollout=RolloutConfig(batch_size=8, max_new_tokens=longest))
-    assert spacing(args, trainer.pipeline.terms, lm, trainer.prompts) == expected
+    args = spaced(args, trainer.pipeline.terms, lm, trainer.prompts)
+    assert args.critic.prefix_every == expected
     # None where no term scores prefixes, or nothing would read them.
     assert every(vowels) == 0
     assert every(Term("vowels", 1.0, vowels, prefix=True)) == 1

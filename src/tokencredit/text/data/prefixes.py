@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,26 +40,25 @@ CANDIDATES = tuple(product((4.0, 32.0), (3.0, 30.0, 300.0)))
 """Widths and priors to choose from, by their errors on earlier batches; the first one is the first batch's."""
 
 
-def spacing(args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Prompts | Tasks) -> int:
-    """Tokens between the prefixes that a run scores; 0 for none.
+def spaced(args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Prompts | Tasks) -> PPOConfig:
+    """The configuration with a number for `critic.prefix_every: auto`, unless there is no critic.
 
-    With `critic.prefix_every: auto`, so many that the models of the terms compute a share of at most `SHARE` of what
-    the policy does; a model that reads all prefixes in one pass, and functions, count as nothing.
+    So many prefixes that the models of the terms compute at most `SHARE` of what the policy does. A model that reads
+    all prefixes in one pass, and functions, count as nothing.
 
     Raises:
         ConfigError: a setting asks for scores that no term can give, or that nothing reads.
     """
     every, scoring = args.critic.prefix_every, [term for term in terms if term.prefix]
     if args.critic.kind == "none":
-        return 0
+        return args
     if every == "auto" and (not scoring or isinstance(rows, Tasks) or args.advantage.bootstrap):
-        return 0
+        every = 0
     if every == "auto":
         policy = work(lm) * (2 + 3 * args.ppo.epochs)
         readers: list[Any] = [term.function for term in scoring if isinstance(term.function, Reader)]
         reading = sum(args.rollout.max_new_tokens / 2 * work(x.model) for x in readers if not x.shares)
         every = max(1, math.ceil(reading / (SHARE * policy)))
-    assert every != "auto"
     if every and isinstance(rows, Tasks):
         raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
     if every and not scoring:
@@ -74,7 +74,8 @@ def spacing(args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: P
             raise ConfigError(
                 f"the reward {term.name!r} has prefix: true, and needs more than a prefix has, {', '.join(known)}"
             ) from error
-    return every
+    same = every == args.critic.prefix_every
+    return args if same else replace(args, critic=replace(args.critic, prefix_every=every))
 
 
 def work(model: PreTrainedModel) -> int:
