@@ -227,7 +227,7 @@ def test_print_config_explains_every_key_and_nothing_else(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--kl.coef", "0.5", "--print_config"])
     text = capsys.readouterr().out
-    assert "# KL coefficient β: penalty per nat." in text
+    assert "# KL coefficient β: the price of a nat" in text
     settings = yaml.safe_load(text)
     assert settings["kl"]["coef"] == 0.5
     assert settings["reward"][0]["label"] == "NEGATIVE"

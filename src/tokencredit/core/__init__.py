@@ -36,11 +36,11 @@ _NAMES = {
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
     "reduction_count smoothed_histogram token_weights total_loss value_loss weighted_sum",
     "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation masked_mean "
-    "masked_sum moments moments_and_centred whiten zero_outside",
+    "masked_sum moments moments_and_centred whiten whiten_with_divisor zero_outside",
     "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "
     "sequence_surrogate weighted_policy_gradient",
     "prefix_baseline": "fit_prefixes prefix_moments",
-    "rewards": "KL_ESTIMATORS exact_kl k1 k2 k3 kl_estimate overlong_penalty token_rewards",
+    "rewards": "KL_ESTIMATORS ROUNDING exact_kl k1 k2 k3 kl_estimate kl_of_next overlong_penalty token_rewards",
     "turns": "Turns estimate_by_turn",
     "vocab_projection": "Linear TokenLoss TokenStats",
 }
