@@ -1,10 +1,10 @@
-"""Truth of the credit: the main job with several critics, audited during training, over several seeds (`make truth`).
+"""Truth of the credit, and what is attained: runs in several worlds, audited during training, over several seeds.
 
-    python benchmarks/truth.py [--variants default separate …] [--seeds 1 2 3 4 5]
+    python benchmarks/truth.py [--worlds builtin subj=FOLDER trec=FOLDER] [--variants default …] [--seeds 1 2 3 4 5]
 
-Each run is a separate process. Its figures go to benchmarks/findings-data/truth.json, from which `make findings`
-makes the first chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude
-audits.
+`make truth` does it in the built-in world; the folders of the others are made by benchmarks/worlds.py. Each run is a
+separate process. Its figures go to benchmarks/findings-data/truth.json, from which `make findings` makes the first
+chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits.
 """
 
 from __future__ import annotations
@@ -27,32 +27,29 @@ from tokencredit.settings.fields import flat
 from tokencredit.settings.training import AuditConfig
 
 DATA = Path(__file__).parent / "findings-data" / "truth.json"
-AT = (5, 10, 20, 40)
+AT = (5, 10, 20)
 """Iterations after which credit is audited."""
-COMPLETIONS, STATES = 96, 5
-"""Size of an audit: many completions, since late in a run few of them hold all that values differ by."""
-CONTINUATIONS = {5: 8, 10: 8, 20: 16, 40: 16}
-"""Continuations per state; more where values hardly vary."""
+AUDIT = AuditConfig(every=1, completions=48, states=4, continuations=8)
+BASE = {"run.iterations": 60, "run.trackers": [], "run.samples": 0, "run.save_every": 0, "audit.at_end": False}
 RECIPE = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "true-credit" / "reviews.yaml").read_text())
 WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}
+LEARNED = {"critic.prefix_every": 0, "advantage.lam": 0.95}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
-    "prefixes": {"critic.prefix_every": 1, "advantage.lam": "auto"},
-    "true-credit": {"": RECIPE},
+    "learned critic": LEARNED,
+    "fit alone": {"critic.coef": 0},
+    "separate critic": {"critic.kind": "separate"},
+    "true-credit": {**flat(RECIPE), "critic.prefix_every": 0},
+    "lam 0": {"advantage.lam": 0.0},
+    "lam 0.5": {"advantage.lam": 0.5},
+    "lam 0.8": {"advantage.lam": 0.8},
+    "lam 0.95": {"advantage.lam": 0.95},
+    "KL in both": {"kl.place": "both", "kl.estimator": "full"},
     "group_relative": {"advantage.estimator": "group_relative", **WITHOUT_CRITIC},
     "leave_one_out": {"advantage.estimator": "leave_one_out", **WITHOUT_CRITIC},
-    "whole size": {"": RECIPE, "critic.layers": None},
-    "separate": {"critic.kind": "separate"},
-    "no pretraining": {"": RECIPE, "critic.pretrain": 0},
-    "twice the rates": {"": RECIPE, "critic.trunk_lr": 1e-3, "critic.lr": 1e-3},
-    "trunk at the policy's rate": {"": RECIPE, "critic.trunk_lr": 1e-4},
-    "lam 0": {"": RECIPE, "advantage.lam": 0.0},
-    "lam 0.95": {"": RECIPE, "advantage.lam": 0.95},
-    "probe": {"": RECIPE, "critic.kind": "shared", "critic.detach": True, "critic.trunk_lr": None},
-    "histogram": {"": RECIPE, "critic.loss": "histogram"},
 }
-"""Settings of each by key; with `""`, those of the recipe stand beneath them."""
-KEPT = ("reward", "kl", "length", "ref_logprob", "distinct", "explained_variance", "lam", "seconds")
+"""Settings of each by key."""
+KEPT = ("reward", "kl", "length", "ref_logprob", "distinct", "explained_variance", "lam", "seconds", "attainable")
 
 
 class Audits(Callback):
@@ -69,16 +66,16 @@ class Audits(Callback):
         if number not in AT or trainer.policy.critic is None:  # audit variants with a critic only
             return
         began = time.perf_counter()
-        settings = AuditConfig(every=1, completions=COMPLETIONS, continuations=CONTINUATIONS[number], states=STATES)
-        self.found[number] = replace(trainer.auditor, settings=settings, group=8).audit(number).judge(trainer.processes)
+        self.found[number] = replace(trainer.auditor, settings=AUDIT).audit(number).judge(trainer.processes)
         self.apart += time.perf_counter() - began
 
 
-def run(variant: str, seed: int, folder: Path) -> dict[str, Any]:
+def run(world: str, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train and audit one run; returns its figures."""
-    settings = {"seed": seed, "run.dir": str(folder), "run.trackers": [], "run.samples": 0}
     audits = Audits()
-    args = PPOConfig.from_dict(settings_of(variant) | settings)
+    args = PPOConfig.from_dict(
+        world_settings(world) | BASE | VARIANTS[variant] | {"seed": seed, "run.dir": str(folder)}
+    )
     trainer = PPOTrainer(args=args, callbacks=[audits])
     audits.began = time.perf_counter()
     trainer.train()
@@ -88,17 +85,17 @@ def run(variant: str, seed: int, folder: Path) -> dict[str, Any]:
     return {"settings": study_settings(variant)} | metrics | {"clock": clock, "audits": summary(audits.found)}
 
 
-def settings_of(variant: str) -> dict[str, Any]:
-    """The settings of a variant by key, the recipe's included."""
-    own = dict(VARIANTS[variant])
-    return flat(own.pop("", {})) | own
+def world_settings(world: str) -> dict[str, Any]:
+    """The settings of a world, `NAME=FOLDER`, or of the built-in one."""
+    folder = world.partition("=")[2]
+    settings: dict[str, Any] = json.loads((Path(folder) / "world.json").read_text()) if folder else {}
+    return settings
 
 
 def study_settings(variant: str) -> dict[str, Any]:
     """The settings of a variant and of its audits, as stored with its runs."""
-    continuations = {str(number): count for number, count in CONTINUATIONS.items()}
-    audit = {"completions": COMPLETIONS, "states": STATES, "continuations": continuations}
-    return settings_of(variant) | {"audit": audit}
+    audit = {"completions": AUDIT.completions, "states": AUDIT.states, "continuations": AUDIT.continuations}
+    return VARIANTS[variant] | {"iterations": BASE["run.iterations"], "audit": audit}
 
 
 def summary(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -120,42 +117,62 @@ def summary(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     """Run the missing runs, each in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--worlds", nargs="+", default=["builtin"], help="builtin, or NAME=FOLDER of a world.")
+    parser.add_argument("--variants", nargs="+", default=["default", "learned critic"], choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--out", type=Path, default=DATA, help="The file to write.")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
         with tempfile.TemporaryDirectory() as folder:
-            figures = run(options.variants[0], options.seeds[0], Path(folder) / "run")
+            figures = run(options.worlds[0], options.variants[0], options.seeds[0], Path(folder) / "run")
         options.one.write_text(json.dumps(figures))
         return 0
-    kept = json.loads(options.out.read_text()) if options.out.is_file() else {}
     for seed in options.seeds:
-        for variant in options.variants:
-            if kept.get(variant, {}).get(str(seed), {}).get("settings") == study_settings(variant):
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder) / "figures.json"
-                command = [sys.executable, __file__, "--variants", variant, "--seeds", str(seed), "--one", str(out)]
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ)
-                kept.setdefault(variant, {})[str(seed)] = json.loads(out.read_text())
-            text = json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"')
-            options.out.write_text(text + "\n")
-            print(line(variant, seed, kept[variant][str(seed)]), flush=True)
+        for world in options.worlds:
+            for variant in options.variants:
+                keep(options.out, world, variant, seed)
     return 0
 
 
+def keep(out: Path, world: str, variant: str, seed: int) -> None:
+    """Add the figures of one run to the file, unless it has them."""
+    name, own = world.partition("=")[0], study_settings(variant)
+    if read(out).get(name, {}).get(variant, {}).get(str(seed), {}).get("settings") == own:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        one = Path(folder) / "figures.json"
+        which = ["--worlds", world, "--variants", variant, "--seeds", str(seed), "--one", str(one)]
+        subprocess.run([sys.executable, __file__, *which], check=True, stdout=subprocess.DEVNULL, env=os.environ)
+        figures = json.loads(one.read_text())
+    kept = read(out)  # another process may have added to it
+    kept.setdefault(name, {}).setdefault(variant, {})[str(seed)] = figures
+    out.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+    print(name, line(variant, seed, figures), flush=True)
+
+
+def read(out: Path) -> dict[str, Any]:
+    """The figures that a file has, by world, variant and seed."""
+    kept: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    return kept
+
+
 def line(variant: str, seed: int, figures: dict[str, Any]) -> str:
-    """Format a run on one line: correlation of shown with true advantages and explained variance after each of `AT`."""
+    """Format a run on one line: correlation of shown with true advantages and explained variance after each of `AT`,
+    and reward less the price of KL after 15 and 60 iterations."""
     cells = []
     for number, audit in figures["audits"].items():
         shown, critic = audit["correlations"][audit["shown"]], audit["critic"]
         explained = "" if critic is None else f"/{critic['explained_variance'] or float('nan'):.2f}"
         cells.append(f"{number}: {shown if shown is not None else float('nan'):.2f}{explained}")
-    reward = sum(figures["reward"][-5:]) / 5
     kl = sum(figures["kl"][-5:]) / 5
-    return f"{variant} {seed}  {'  '.join(cells)}  reward {reward:.3f}  KL {kl:.2f}  {figures['clock'][-1]:.0f} s"
+    ends = "/".join(f"{mean(figures['reward'], n) - 0.05 * mean(figures['kl'], n):.3f}" for n in (15, 60))
+    return f"{variant} {seed}  {'  '.join(cells)}  objective {ends}  KL {kl:.2f}  {figures['clock'][-1]:.0f} s"
+
+
+def mean(values: list[float], at: int) -> float:
+    """The mean of three iterations up to one."""
+    return sum(values[at - 3 : at]) / 3
 
 
 if __name__ == "__main__":
