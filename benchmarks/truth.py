@@ -3,7 +3,7 @@
     python benchmarks/truth.py [--worlds builtin subj=FOLDER trec=FOLDER] [--variants default …] [--seeds 1 2 3 4 5]
 
 `make truth` does it in the built-in world; the folders of the others are made by benchmarks/worlds.py. Each run is a
-separate process. Its figures go to benchmarks/findings-data/truth.json, from which `make findings` makes the first
+separate process. Its figures go to benchmarks/findings-data/worlds.json, from which `make findings` makes the first
 chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits.
 """
 
@@ -26,7 +26,7 @@ from tokencredit import Callback, PPOConfig, PPOTrainer
 from tokencredit.settings.fields import flat
 from tokencredit.settings.training import AuditConfig
 
-DATA = Path(__file__).parent / "findings-data" / "truth.json"
+DATA = Path(__file__).parent / "findings-data" / "worlds.json"
 AT = (5, 10, 20)
 """Iterations after which credit is audited."""
 AUDIT = AuditConfig(every=1, completions=48, states=4, continuations=8)
