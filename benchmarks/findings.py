@@ -78,6 +78,26 @@ def audited(run: Run, what: str) -> float:
     return math.nan if value is None else float(value)
 
 
+def share(run: Run, what: str) -> float:
+    """The share of the attainable, the mean of three iterations up to one; of worlds.json."""
+    at = int(what)
+    objective = average(run["reward"][at - 3 : at]) - PRICE * average(run["kl"][at - 3 : at])
+    return (objective - run["reference"][0]) / (run["best"][0] - run["reference"][0])
+
+
+def by_world(worlds: Mapping[str, Any]) -> Study:
+    """Each world's variants as one study, each run with the best objective of its world and the reference's."""
+    return {
+        f"{world}, {variant}": {
+            seed: run | {"best": [study["limit"]["best"]], "reference": [study["limit"]["reference"]]}
+            for seed, run in runs.items()
+        }
+        for world, study in worlds.items()
+        for variant, runs in study.items()
+        if variant != "limit"
+    }
+
+
 def reached(run: Run, what: str) -> float:
     """Iteration at which the reward, a mean over five, first reached a height, such as `0.9`; NaN if it never did."""
     rewards = run["reward"]
@@ -224,7 +244,9 @@ def fill(page: str, tables: Mapping[str, str]) -> str:
 
 AUDITED = (5, 10, 20, 40)
 """Iterations after which the credit of the study `truth` was audited."""
-MAIN_VARIANTS = ("default", "true-credit", "group_relative", "leave_one_out")
+PRICE = 0.05
+"""`kl.coef` of the study `worlds`."""
+MAIN_VARIANTS = ("learned critic", "true-credit", "group_relative", "leave_one_out")
 COLOURS = ("#999999", "#0072B2", "#D55E00", "#009E73")
 
 
@@ -418,6 +440,12 @@ def tables(found: Studies) -> dict[str, str]:
         "unsteadiness of the return": (unsteadiness, "train/average_return"),
         "deviation of the advantages": (whole, "advantage_std"),
     }
+    worlds = {f"correlation after {at}": (audited, f"{at} shown") for at in AUDITED[:3]} | {
+        "share of the attainable after 15": (share, "15"),
+        "after 60": (share, "60"),
+        "reward at the end": (lately, "reward"),
+        "KL at the end": (lately, "kl"),
+    }
     truth = {f"correlation after {at}": (audited, f"{at} shown") for at in AUDITED} | {
         f"explained variance after {at}": (audited, f"{at} explained_variance") for at in AUDITED
     }
@@ -456,8 +484,9 @@ def tables(found: Studies) -> dict[str, str]:
         "clip_fraction": (whole, "clip_fraction"),
     }
     return {
+        "worlds": table(by_world(found["worlds"]), worlds),
         "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
-        "course": table({**compared, **found["beside-trl"]}, course, base="default"),
+        "course": table({**compared, **found["beside-trl"]}, course, base="learned critic"),
         "lambdas": table({name: runs for name, runs in compared.items() if was_audited(runs)}, lambdas),
         "kl": table(sentiment, rewards, base="base"),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),

@@ -25,6 +25,7 @@ import yaml
 from tokencredit import Callback, PPOConfig, PPOTrainer
 from tokencredit.settings.fields import flat
 from tokencredit.settings.training import AuditConfig
+from tokencredit.tools.limit_run import limit
 
 DATA = Path(__file__).parent / "findings-data" / "worlds.json"
 AT = (5, 10, 20)
@@ -49,6 +50,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "leave_one_out": {"advantage.estimator": "leave_one_out", **WITHOUT_CRITIC},
 }
 """Settings of each by key."""
+LIMIT, SAMPLES = "limit", 2048
+"""Key of a world's limit beside its variants, and the reference's completions that it is estimated from."""
 KEPT = ("reward", "kl", "length", "ref_logprob", "distinct", "explained_variance", "lam", "seconds", "attainable")
 
 
@@ -128,6 +131,8 @@ def main() -> int:
             figures = run(options.worlds[0], options.variants[0], options.seeds[0], Path(folder) / "run")
         options.one.write_text(json.dumps(figures))
         return 0
+    for world in options.worlds:
+        keep_limit(options.out, world)
     for seed in options.seeds:
         for world in options.worlds:
             for variant in options.variants:
@@ -147,19 +152,38 @@ def keep(out: Path, world: str, variant: str, seed: int) -> None:
         figures = json.loads(one.read_text())
     kept = read(out)  # another process may have added to it
     kept.setdefault(name, {}).setdefault(variant, {})[str(seed)] = figures
-    out.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+    write(out, kept)
     print(name, line(variant, seed, figures), flush=True)
 
 
+def keep_limit(out: Path, world: str) -> None:
+    """Add the best objective that any policy can reach in a world, and the reference's, unless the file has them."""
+    kept, name = read(out), world.partition("=")[0]
+    if LIMIT not in kept.get(name, {}):
+        with tempfile.TemporaryDirectory() as folder:
+            best = limit(PPOConfig.from_dict(world_settings(world) | {"run.dir": f"{folder}/run"}), SAMPLES)
+        figures = {"best": best.objective, "low": best.low, "high": best.high, "reference": best.start}
+        kept.setdefault(name, {})[LIMIT] = {key: round(x, 4) for key, x in figures.items()}
+        write(out, kept)
+
+
+def write(out: Path, kept: dict[str, Any]) -> None:
+    """Write the figures, a line per run."""
+    out.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+
+
 def read(out: Path) -> dict[str, Any]:
-    """The figures that a file has, by world, variant and seed."""
+    """The figures that a file has, by world, variant and seed, and each world's limit."""
     kept: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
     return kept
 
 
 def line(variant: str, seed: int, figures: dict[str, Any]) -> str:
-    """Format a run on one line: correlation of shown with true advantages and explained variance after each of `AT`,
-    and reward less the price of KL after 15 and 60 iterations."""
+    """Format a run on one line.
+
+    Correlation of shown with true advantages and explained variance after each of `AT`, and reward less the price of KL
+    after 15 and 60 iterations.
+    """
     cells = []
     for number, audit in figures["audits"].items():
         shown, critic = audit["correlations"][audit["shown"]], audit["critic"]
