@@ -182,7 +182,7 @@ class Pipeline:
                 batch = replace(batch, rollout=replace(batch.rollout, values=estimates))
             results["rollout"] = batch.rollout
         scored = self.score(batch, settings, bootstrap=bootstrap, stage=stage)
-        if not (values and self.prefix_every):
+        if not (values and self.prefix_every and any(term.prefix for term in self.terms)):
             return scored
         every = self.prefix_every
         with stage("prefixes"):

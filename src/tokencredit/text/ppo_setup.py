@@ -226,7 +226,7 @@ def check_terms(terms: list[Term], models: Models, prompts: Prompts | Tasks, hel
         calls.check_columns(terms, [*own, *turns, *rows.other_columns], source)
 
 
-def remarks(args: PPOConfig, rows: Prompts | Tasks, prefix_every: int, *, sharded: bool) -> Iterator[str]:
+def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterator[str]:
     """Lines for the user on settings and columns that do something other than their names suggest."""
     for name in [name for name in rows.other_columns if name in OWN_COLUMNS]:
         yield f"the column {name!r} of {rows.name} does not reach rewards, which get the run's own {name}; rename it"
@@ -237,9 +237,6 @@ def remarks(args: PPOConfig, rows: Prompts | Tasks, prefix_every: int, *, sharde
         )
     if isinstance(rows, Prompts) and (text := rows.lost_message()):
         yield f"the chat template leaves out the message {text!r:.60} of the first prompt: the policy does not read it"
-    if prefix_every:
-        each = "each prefix" if prefix_every == 1 else f"every {prefix_every}th prefix"
-        yield f"values: returns fitted to the reward's score of {each} of a completion, and the critic for the rest"
     if args.run.shard == "full" and not sharded:
         yield "run.shard full: one process, which holds the models whole"
     if args.ppo.loss == "gspo" and args.ppo.reduction != "sequence":
@@ -368,6 +365,9 @@ def overview(
     terms = [(x.weight, source(x)) for x in args.reward] if by_source else [(x.weight, x.name) for x in pipeline.terms]
     for weight, term in terms:
         yield "reward", term if weight == 1 else f"{weight:g} × {term}"
+    if every := pipeline.prefix_every:
+        each = "each prefix" if every == 1 else f"every {every}th prefix"
+        yield "values", f"returns fitted to the reward's score of {each}, and the critic for the rest"
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""
     jobs = f", {processes.count} processes" if processes.count > 1 else ""
     yield "device", f"{precision.device}{gpu}, {precision.dtype}{jobs}"

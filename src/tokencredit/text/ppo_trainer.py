@@ -144,7 +144,7 @@ class PPOTrainer:
         self.sharded = is_sharded(self.policy.lm)
         of_run = self.processes, environments, self.record.event, self.prefix_every
         self.pipeline = setup.build_pipeline(args, models, terms, *of_run)
-        remarks = setup.remarks(args, self.prompts, self.prefix_every, sharded=self.sharded)
+        remarks = setup.remarks(args, self.prompts, sharded=self.sharded)
         self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks]
         setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
