@@ -38,9 +38,9 @@ from demo.training import (
 
 POLICY = Size(width=192, layers=4, readings=8, batch=32, lr=2e-3)
 CLASSIFIER = Size(width=96, layers=2, readings=6, batch=32, lr=1e-3)
-WORLDS = {"subj": ("subjective", None), "trec": ("LOC", ["What", "Which", "Name"])}
-"""For each world the rewarded label and the prompts; None for the most common first two words. Of questions, "How many"
-and the like cannot ask for a place."""
+WORLDS = {"subj": ("objective", None), "trec": ("LOC", ["What", "Which", "Name"])}
+"""For each world the rewarded label and the prompts; None for the most common first two words of rewarded sentences. What
+a small model writes is hardly ever a plot: P(subjective) would begin at 0.97. "How many" cannot ask for a place."""
 PROMPTS = 8
 HELD_OUT = 20
 """One in this many sentences is held out, to measure the classifier."""
@@ -121,7 +121,7 @@ def main() -> None:
     settings = {
         "model.name": str(options.out / "policy"),
         "reward": [{"classifier": str(options.out / "classifier"), "label": rewarded}],
-        "prompts.text": prompts or openings(texts),
+        "prompts.text": prompts or openings([text for text, label in kept if label == rewarded]),
     }
     (options.out / "world.json").write_text(json.dumps(settings, indent=1))
     print(f"{len(rows):,} sentences; the classifier is right on {right / len(held_out):.3f} of those held out")

@@ -7,7 +7,7 @@ from tokencredit.report.page import write_report
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AuditConfig, RunConfig, UpdateConfig
+from tokencredit.settings.training import AdvantageConfig, AuditConfig, RunConfig, UpdateConfig
 from tokencredit.text.audit.completion_auditor import CompletionAuditor
 from tokencredit.text.ppo_trainer import PPOTrainer
 
@@ -18,6 +18,7 @@ def trainer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports") / "film <b>reviews"
     args = PPOConfig(
         model=ModelConfig(dtype="float32"),
+        advantage=AdvantageConfig(lam=0.95),
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8),
         ppo=UpdateConfig(epochs=2, minibatches=2),
         run=RunConfig(dir=str(folder), iterations=3, samples=4, trackers=[], show_every=0),
