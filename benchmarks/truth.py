@@ -30,7 +30,7 @@ from tokencredit.tools.limit_run import limit
 DATA = Path(__file__).parent / "findings-data" / "worlds.json"
 AT = (5, 10, 20)
 """Iterations after which credit is audited."""
-AUDIT = AuditConfig(every=1, completions=64, states=4, continuations=16)
+AUDIT = AuditConfig(every=1, completions=48, states=4, continuations=8)
 BASE = {"run.iterations": 60, "run.trackers": [], "run.samples": 0, "run.save_every": 0, "audit.at_end": False}
 RECIPE = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "true-credit" / "reviews.yaml").read_text())
 WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}

@@ -128,9 +128,9 @@ class Credit:
 
     @property
     def lam(self) -> float:
-        """λ of the settings or, with `advantage.lam: auto`, 0.95 · √(1 − EV) with the explained variance of the fit."""
+        """λ of the settings or, with `advantage.lam: auto`, 0.95 · (1 − EV) with the explained variance of the fit."""
         lam = self.args.advantage.lam
-        return UNFITTED_LAM * math.sqrt(1 - self.explained.mean) if lam == "auto" else lam
+        return UNFITTED_LAM * (1 - self.explained.mean) if lam == "auto" else lam
 
     def advantage_now(self) -> AdvantageConfig:
         """The advantage settings with the current λ."""
