@@ -39,8 +39,8 @@ from demo.training import (
 POLICY = Size(width=192, layers=4, readings=8, batch=32, lr=2e-3)
 CLASSIFIER = Size(width=96, layers=2, readings=6, batch=32, lr=1e-3)
 WORLDS = {"subj": ("objective", None), "trec": ("LOC", ["What", "Which", "Name"])}
-"""For each world the rewarded label and the prompts; None for the most common first two words of rewarded sentences. What
-a small model writes is hardly ever a plot: P(subjective) would begin at 0.97. "How many" cannot ask for a place."""
+"""For each world the rewarded label and the prompts; None for the most common first two words of rewarded sentences. A
+small model hardly ever writes a plot: P(subjective) would begin at 0.97. "How many" cannot ask for a place."""
 PROMPTS = 8
 HELD_OUT = 20
 """One in this many sentences is held out, to measure the classifier."""

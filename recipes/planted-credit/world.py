@@ -31,13 +31,14 @@ HALF_TRUE = 0.5
 
 
 def place(completion_ids: Sequence[Sequence[int]]) -> list[float]:
-    """1 if the third word is "red", else 0."""
-    return [float(ids[PLACE - 1] == IDS["red"]) for ids in completion_ids]
+    """1 if the third word is "red", else 0; a text that ends before it has 0."""
+    return [float(IDS["red"] in ids[PLACE - 1 : PLACE]) for ids in completion_ids]
 
 
 def kth(prompts: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> list[float]:
-    """1 if the word whose number the prompt names is "red", else 0."""
-    return [float(ids[named(prompt) - 1] == IDS["red"]) for prompt, ids in zip(prompts, completion_ids, strict=True)]
+    """1 if the word whose number the prompt names is "red", else 0; a text that ends before it has 0."""
+    places = [named(prompt) for prompt in prompts]
+    return [float(IDS["red"] in ids[at - 1 : at]) for at, ids in zip(places, completion_ids, strict=True)]
 
 
 def falsify(completion_ids: Sequence[Sequence[int]]) -> list[float]:

@@ -15,7 +15,6 @@ from tokencredit.settings.data import (
     KINDS,
     DefaultReward,
     EnvironmentConfig,
-    FunctionTerm,
     PromptsConfig,
     RewardTerm,
     ScoreConfig,
@@ -131,13 +130,6 @@ class PPOConfig(Configuration):
 
     def _check_critic(self) -> None:
         critic = self.critic
-        for number, term in enumerate(self.reward):
-            scored = critic.kind != "none" and critic.prefix_every and not self.advantage.bootstrap
-            if isinstance(term, FunctionTerm) and term.prefix and (self.several_turns() or not scored):
-                raise ConfigError(
-                    f"reward[{number}].prefix is true, which has no effect with critic.kind: none, without "
-                    "critic.prefix_every, with advantage.bootstrap, or in episodes of several turns; leave it out"
-                )
         if critic.prefix_every not in (0, "auto") and self.advantage.bootstrap:
             reason = "a prefix has one score, and a bootstrap needs rewards per token; leave one of them out"
             refuse(self, "critic.prefix_every advantage.bootstrap", reason)

@@ -138,8 +138,7 @@ class Credit:
 
     def metrics(self) -> dict[str, float]:
         """The current KL coefficient and, if it follows the fit, λ."""
-        follows = self.args.advantage.lam == "auto" and self.prefixes.moments.any()
-        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if follows else {})
+        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.args.advantage.lam == "auto" else {})
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""

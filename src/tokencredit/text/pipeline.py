@@ -25,7 +25,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.batch import Batch
-from tokencredit.text.data.prefixes import prefix_scores
+from tokencredit.text.data.prefixes import prefix_scores, scoring
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.data.tasks import TaskBatch
@@ -45,6 +45,7 @@ Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 MEMORY_ADVICE = {
     "rollout": "lower rollout.batch_size or rollout.max_new_tokens",
     "reward": "lower the batch_size of the reward's terms",
+    "prefixes": "lower the batch_size of the reward's terms, or raise critic.prefix_every",
     "audit": "lower rollout.batch_size, the number of texts sampled at once, or audit.continuations",
     "evaluation": "lower eval.samples or eval.max_new_tokens",
 }
@@ -182,7 +183,7 @@ class Pipeline:
                 batch = replace(batch, rollout=replace(batch.rollout, values=estimates))
             results["rollout"] = batch.rollout
         scored = self.score(batch, settings, bootstrap=bootstrap, stage=stage)
-        if not (values and self.prefix_every and any(term.prefix for term in self.terms)):
+        if not (values and self.prefix_every and scoring(self.terms)):
             return scored
         every = self.prefix_every
         with stage("prefixes"):

@@ -366,7 +366,7 @@ def overview(
     for weight, term in terms:
         yield "reward", term if weight == 1 else f"{weight:g} × {term}"
     if every := pipeline.prefix_every:
-        each = "each prefix" if every == 1 else f"every {every}th prefix"
+        each = "each prefix" if every == 1 else f"one prefix in {every}"
         yield "values", f"returns fitted to the reward's score of {each}, and the critic for the rest"
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""
     jobs = f", {processes.count} processes" if processes.count > 1 else ""

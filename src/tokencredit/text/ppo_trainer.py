@@ -24,6 +24,7 @@ from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, sharded_parameters, trainable
 from tokencredit.report.page import LARGEST, write_final_report
+from tokencredit.runs.folder import read_choices
 from tokencredit.runs.loop import Iteration, State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
@@ -39,7 +40,7 @@ from tokencredit.text.audit.limit import limit_metrics
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
-from tokencredit.text.data.prefixes import save_fit, spaced
+from tokencredit.text.data.prefixes import choose_spacing, save_fit
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
@@ -121,7 +122,8 @@ class PPOTrainer:
             rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
             prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows.values())
             self.prompts, self.eval_prompts = prepared
-            chosen = spaced(args, terms, lm, self.prompts)
+            before = None if args.run.dir is None else read_choices(Path(args.run.dir)).get("critic.prefix_every")
+            chosen = choose_spacing(args, terms, lm, self.prompts, before)
             self.prefix_every = 0 if chosen.critic.prefix_every == "auto" else chosen.critic.prefix_every
             choices = precision.choices | ({} if chosen is args else {"critic.prefix_every": self.prefix_every})
             self.record = RunRecord(args.run, self.processes, TEXT, choices, show_every=args.run.show_every)
@@ -351,8 +353,9 @@ class PPOTrainer:
             self.learner.load(state)
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
-        if any(key.startswith("kl.") for key in changed):
-            del state["credit"]["kl"]
+        for parts, groups in ((("kl",), "kl."), (("prefixes", "explained"), ("reward", "score."))):
+            for part in parts if any(key.startswith(groups) for key in changed) else ():
+                del state["credit"][part]
         self._restore(state | {"random": state["process"]["random"]})
         self.pipeline.engine.weights_changed()
         return ()

@@ -14,7 +14,7 @@ from tokencredit.settings.data import EnvironmentConfig, FunctionTerm
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig
-from tokencredit.text.data.prefixes import prefix_scores, spaced
+from tokencredit.text.data.prefixes import choose_spacing, prefix_scores
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rollout_passes import rollout_values
@@ -124,25 +124,32 @@ def test_by_default_as_many_prefixes_are_scored_as_cost_a_quarter_of_the_policys
         return trainer_of(tmp_path, *reward_funcs, **{"critic": CriticConfig()} | groups).pipeline.prefix_every
 
     assert every() == 1, "the built-in classifier is small"
-    # By hand: half a completion's tokens for each prefix, against a sampling step, the reference's, three per epoch.
+    # By hand: the prompt and half a completion per prefix, against a sampling step, the reference's, three per epoch.
     trainer = trainer_of(tmp_path)
     reader, lm = trainer.pipeline.terms[0].function, trainer.policy.lm
     weights = sum(p.numel() for p in reader.model.parameters()) - reader.model.get_input_embeddings().weight.numel()
-    own = sum(p.numel() for p in lm.parameters())
-    longest = 2000
-    expected = math.ceil(longest / 2 * weights / (0.25 * (2 + 3 * trainer.args.ppo.epochs) * own))
+    prompt, longest = float(trainer.prompts.batch(0, 1).mask.sum()), 2000
+    own = sum(p.numel() for p in lm.parameters()) * (2 + 3 * trainer.args.ppo.epochs) * (prompt + longest)
+    expected = math.ceil(longest * (prompt + longest / 2) * weights / (0.25 * own))
     assert expected > 1
     args = text_config(tmp_path, rollout=RolloutConfig(batch_size=8, max_new_tokens=longest))
-    args = spaced(args, trainer.pipeline.terms, lm, trainer.prompts)
+    args = choose_spacing(args, trainer.pipeline.terms, lm, trainer.prompts)
     assert args.critic.prefix_every == expected
     # None where no term scores prefixes, or nothing would read them.
     assert every(vowels) == 0
     assert every(Term("vowels", 1.0, vowels, prefix=True)) == 1
     assert every(critic=CriticConfig(kind="none"), advantage=AdvantageConfig(estimator="uniform")) == 0
     assert every(env=EnvironmentConfig(factory="builtin:grid")) == 0
-    for reward, groups in (
-        (FunctionTerm(function="length", prefix=True), {"critic": CriticConfig(prefix_every=0)}),
-        (FunctionTerm(function="length", prefix=True), {"env": EnvironmentConfig(factory="builtin:grid")}),
+    assert every(Term("vowels", 0.0, vowels, prefix=True), Term("length", 1.0, vowels)) == 0, "nothing would be scored"
+    for groups in (
+        {"critic": CriticConfig(prefix_every=0)},
+        {"critic": CriticConfig(kind="none"), "advantage": AdvantageConfig(estimator="uniform")},
+        {"env": EnvironmentConfig(factory="builtin:grid")},
     ):
-        with pytest.raises(ConfigError, match=r"reward\[0\]\.prefix is true, which has no effect"):
-            every(reward=[reward], **groups)
+        with pytest.raises(ConfigError, match=r"the reward 'length' has prefix: true, which has no effect"):
+            every(reward=[FunctionTerm(function="length", prefix=True)], **groups)
+    # A resumed run keeps its number.
+    terms, rows = trainer.pipeline.terms, trainer.prompts
+    assert choose_spacing(text_config(tmp_path), terms, lm, rows, 7).critic.prefix_every == 7
+    with pytest.raises(ConfigError, match=r"critic\.prefix_every is 7, and no reward term scores prefixes"):
+        choose_spacing(text_config(tmp_path), [Term("vowels", 1.0, vowels)], lm, rows, 7)

@@ -231,6 +231,16 @@ def test_prefixes_read_in_one_pass_score_as_each_alone(kind, pads_with_eos, toke
     assert sum(sizes) < tokens / 2 if reader.shares else sum(sizes) >= tokens
 
 
+def test_a_model_whose_tokens_see_a_window_reads_each_prefix_alone(tokenizer):
+    shapes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = AutoConfig.for_model("mistral", **shapes, vocab_size=len(tokenizer), num_labels=1, sliding_window=4)
+    model = AutoModelForSequenceClassification.from_config(config)
+    reader = RewardModel("windows", model, AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy")))
+    assert not reader.shares
+    model.config.sliding_window = None
+    assert reader._shares_beginnings()
+
+
 def test_a_model_that_cannot_read_a_text_is_refused(tokenizer):
     config = AutoConfig.for_model("xmod", hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
     config.vocab_size = len(tokenizer)

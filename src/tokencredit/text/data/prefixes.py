@@ -32,6 +32,8 @@ FIT_FILE = "prefix_fit.json"
 SHARE = 0.25
 """What scoring prefixes may cost, as a share of the policy's passes: a sampling step, the reference's, and three per
 epoch."""
+SHOWN = 64
+"""Prompts whose mean length stands for all."""
 FOLDS = 8
 """Parts of a batch; each gets its values from the others and from earlier batches, never from its own returns."""
 FORGET = 0.6
@@ -40,34 +42,45 @@ CANDIDATES = tuple(product((4.0, 32.0), (3.0, 30.0, 300.0)))
 """Widths and priors to choose from, by their errors on earlier batches; the first one is the first batch's."""
 
 
-def spaced(args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Prompts | Tasks) -> PPOConfig:
+def scoring(terms: Sequence[Term]) -> list[Term]:
+    """The terms whose scores of prefixes make values."""
+    return [term for term in terms if term.prefix and term.weight]
+
+
+def choose_spacing(
+    args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Prompts | Tasks, before: int | None = None
+) -> PPOConfig:
     """The configuration with a number for `critic.prefix_every: auto`, unless there is no critic.
 
     So many prefixes that the models of the terms compute at most `SHARE` of what the policy does. A model that reads
-    all prefixes in one pass, and functions, count as nothing.
+    all prefixes in one pass, and functions, count as nothing. A resumed run keeps its number, `before`.
 
     Raises:
         ConfigError: a setting asks for scores that no term can give, or that nothing reads.
     """
-    every, scoring = args.critic.prefix_every, [term for term in terms if term.prefix]
+    every, found = args.critic.prefix_every, scoring(terms)
+    of_texts = isinstance(rows, Prompts) and not args.advantage.bootstrap
+    readable = of_texts and args.critic.kind != "none" and every != 0
+    if asked := [term.name for term in found if not (readable or isinstance(term.function, Reader))]:
+        raise ConfigError(
+            f"the reward {asked[0]!r} has prefix: true, which has no effect with critic.kind: none, with "
+            "critic.prefix_every: 0, with advantage.bootstrap, or in episodes of several turns; leave it out"
+        )
     if args.critic.kind == "none":
         return args
-    if every == "auto" and (not scoring or isinstance(rows, Tasks) or args.advantage.bootstrap):
-        every = 0
+    if every == "auto" and before is not None:
+        every = before
     if every == "auto":
-        policy = work(lm) * (2 + 3 * args.ppo.epochs)
-        readers: list[Any] = [term.function for term in scoring if isinstance(term.function, Reader)]
-        reading = sum(args.rollout.max_new_tokens / 2 * work(x.model) for x in readers if not x.shares)
-        every = max(1, math.ceil(reading / (SHARE * policy)))
+        every = _affordable(args, found, lm, rows) if isinstance(rows, Prompts) and of_texts and found else 0
     if every and isinstance(rows, Tasks):
         raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
-    if every and not scoring:
+    if every and not found:
         raise ConfigError(
             f"critic.prefix_every is {every}, and no reward term scores prefixes; set prefix: true for a function of "
             "the text that is cheap and has no effects, or leave it out"
         )
     known = ["prompts", "completions", "completion_ids", *rows.other_columns]
-    for term in scoring if every else ():
+    for term in found if every else ():
         try:
             check_columns([term], known)
         except ConfigError as error:
@@ -76,6 +89,20 @@ def spaced(args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Pr
             ) from error
     same = every == args.critic.prefix_every
     return args if same else replace(args, critic=replace(args.critic, prefix_every=every))
+
+
+def _affordable(args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Prompts) -> int:
+    """The smallest spacing whose cost is at most `SHARE`, from the weights that tokens meet and the longest texts.
+
+    A prefix has the whole prompt and, on average, half of the completion.
+    """
+    longest, prompts = args.rollout.max_new_tokens, rows.batch(0, min(args.rollout.batch_size, SHOWN))
+    prompt = float(prompts.mask.sum(1).float().mean())
+    policy = (prompt + longest) * work(lm) * (2 + 3 * args.ppo.epochs)
+    readers: list[Any] = [term.function for term in terms if isinstance(term.function, Reader)]
+    apart = [x for x in readers if not (x.shares and (x.limit is None or prompt + longest <= x.limit))]
+    reading = longest * (prompt + longest / 2) * sum(work(reader.model) for reader in apart)
+    return max(1, math.ceil(reading / (SHARE * policy)))
 
 
 def work(model: PreTrainedModel) -> int:
@@ -116,10 +143,10 @@ def prefix_scores(
     texts = [detokenizers[starts[row]].text(prefix) for (row, _), prefix in zip(distinct, ids, strict=True)]
     chosen = prompts.select([row for row, _ in distinct])
     columns = {**chosen.columns, "completion_ids": ids}
-    scoring = [term for term in terms if term.prefix]
-    scores = score(scoring, chosen.questions(), chosen.answers(texts), columns, [start for _, start in distinct])
+    found, lengths = scoring(terms), [start for _, start in distinct]
+    scores = score(found, chosen.questions(), chosen.answers(texts), columns, lengths, some=False)
     if scores.dense is not None:
-        names = " and ".join(repr(term.name) for term in scoring)
+        names = " and ".join(repr(term.name) for term in found)
         raise RewardError(f"reward term {names} scores prefixes, and gave a number per token; leave out prefix: true")
     return torch.tensor(scores.totals)[numbers].to(rollout.mask.device)
 

@@ -132,8 +132,18 @@ class Reader:
 
     @torch.no_grad()
     def _shares_beginnings(self) -> bool:
-        """True for a causal model with a head on its last token, if prefixes read in one pass score as alone."""
-        if not isinstance(getattr(self.model, "score", None), torch.nn.Module):
+        """True for a causal model with a head on its last token, if prefixes read in one pass score as alone.
+
+        A model whose layers see a window only is none: the mask of a tree would show them everything before a token.
+        """
+        config: Any = self.model.config.get_text_config()
+        layers = set(getattr(config, "layer_types", None) or ())
+        windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+        if (
+            windowed
+            or layers - {"full_attention"}
+            or not isinstance(getattr(self.model, "score", None), torch.nn.Module)
+        ):
             return False
         texts = [self._read_part(self.encode("", text)) for text in ("Yes", "Yes and no", "Yes and then")]
         alone = torch.cat([self._read([text]) for text in texts])

@@ -157,6 +157,7 @@ def _checked(term: Term) -> Term:
         "weight": (isinstance(weight, Real) and math.isfinite(weight), "a finite number"),
         "function": (callable(term.function) and not isinstance(term.function, type), "a function"),
         "kwargs": (isinstance(term.kwargs, Mapping), "a dict"),
+        "prefix": (isinstance(term.prefix, bool), "True or False"),
         "retries": (type(retries) is int and retries >= 0, "a whole number, at least 0"),
         "timeout": (timeout is None or (isinstance(timeout, Real) and timeout > 0), "a number above 0, or None"),
     }
@@ -175,6 +176,7 @@ def score(
     lengths: Sequence[int],
     *,
     finite: bool = True,
+    some: bool = True,
     started: Mapping[str, PendingCall] | None = None,
 ) -> Scores:
     """Score completions by all terms.
@@ -189,6 +191,7 @@ def score(
         columns: further arguments that functions may take by name, one entry per completion.
         lengths: sampled tokens of each completion, the end-of-sequence token included.
         finite: raise for numbers that are not finite, instead of returning them.
+        some: raise if all values are None.
         started: calls from `start_calls`.
 
     Raises:
@@ -201,7 +204,7 @@ def score(
     pending = started or {}
     calls = [pending.get(term.name) or start_call(term, arguments, partial(read, term.name)) for term in terms]
     values = {term.name: call() for term, call in zip(terms, calls, strict=True)}
-    if not any(value is not None for column in values.values() for value in column):
+    if some and not any(value is not None for column in values.values() for value in column):
         raise RewardError(f"no reward term scored any completion: {', '.join(values)} returned None for all of them")
     return _add(terms, values, lengths, finite)
 

@@ -17,6 +17,9 @@ from torch import Tensor
 NODES = 256
 """Tokens up to which a tree grows, or twice its longest text if that is more: attention costs their square."""
 
+CELLS = 2**24
+"""Entries of the mask of a pass, in float32 64 MiB, unless one tree has more."""
+
 
 @dataclass
 class TokenTree:
@@ -82,11 +85,11 @@ def tree_inputs(trees: Sequence[TokenTree], dtype: torch.dtype) -> dict[str, Ten
 
 
 def batches(trees: Sequence[TokenTree], tokens: int) -> Iterator[list[TokenTree]]:
-    """Trees for one pass each, of at most `tokens` tokens with padding, or one tree."""
+    """Trees for one pass each: one, or of at most `tokens` tokens and `CELLS` entries of the mask, with padding."""
     batch: list[TokenTree] = []
     for tree in trees:
         width = max(len(x.ids) for x in [*batch, tree])
-        if batch and width * (len(batch) + 1) > tokens:
+        if batch and width * (len(batch) + 1) > min(tokens, CELLS / width):
             yield batch
             batch = []
         batch.append(tree)

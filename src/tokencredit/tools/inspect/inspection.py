@@ -18,6 +18,7 @@ from tokencredit.settings.run_kind import read_policy_config, with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.models.critic import FITTED
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.peft_models import attached, merge
 from tokencredit.text.models.run_models import load_run_models
@@ -82,8 +83,9 @@ def inspect_run(
     result = compare(pair, up_ids, down_ids, others=texts[1:], critic=policy.model.critic)
     shape = tuned.config.get_text_config()
     if result["critic"] is not None:
-        result["critic"]["score"] = score
-        result["critic"]["note"] += reason
+        fitted = policy.model.critic is not None and FITTED in policy.model.critic.about
+        result["critic"]["score"] = None if fitted else score
+        result["critic"]["note"] += "; they are what the fit to scores of prefixes leaves" if fitted else reason
     return {
         "run": run.resolve().name,
         "base": (config.model.name or "the model that the run started from") if against == "base" else against,
