@@ -288,10 +288,11 @@ def smooth(values: Sequence[float | None]) -> list[float]:
 
 
 PLANTED_LINES = {
+    "prefixes": ("scores of prefixes: gae, λ auto (default)", "#009E73", "D"),
     "separate-td": ("separate critic, pretrained: td", "#0072B2", "o"),
     "separate-gae-0.95": ("separate critic, pretrained: gae, λ = 0.95", "#56B4E9", "s"),
-    "shared-td": ("shared critic (default): td", "#D55E00", "o"),
-    "shared-gae-0.95": ("shared critic (default): gae, λ = 0.95 (default)", "#E69F00", "s"),
+    "shared-td": ("shared critic: td", "#D55E00", "o"),
+    "shared-gae-0.95": ("shared critic: gae, λ = 0.95", "#E69F00", "s"),
     "group-relative": ("no critic: group_relative, leave_one_out", "#999999", "^"),
 }
 """Methods of the planted-credit figure: label, colour and marker; the table has all."""
