@@ -11,7 +11,7 @@ from helpers.configs import as_flags, quiet
 from helpers.files import read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
-from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_kind import ModelSource, read_config
 from tokencredit.settings.text import PPOConfig
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 def settings(folder, iterations, name="builtin:reviews", **model):
     return PPOConfig(
         model=ModelConfig(name=str(name), dtype="float32", **model),
+        critic=CriticConfig(prefix_every=0),
         rollout=RolloutConfig(batch_size=32, max_new_tokens=8),
         ppo=UpdateConfig(epochs=2, minibatches=2),
         optim=OptimConfig(lr=3e-3, warmup=0),

@@ -41,7 +41,7 @@ def by_file(counted):
 def batch(request, tmp_path):
     args = PPOConfig(
         model=ModelConfig(dtype="float32"),
-        critic=CriticConfig(kind=request.param),
+        critic=CriticConfig(kind=request.param, **({"prefix_every": 0} if request.param != "none" else {})),
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8),
         ppo=UpdateConfig(epochs=EPOCHS, minibatches=MINIBATCHES),
         run=RunConfig(dir=str(tmp_path / "run")),

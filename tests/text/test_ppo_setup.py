@@ -184,6 +184,7 @@ def test_the_defaults_in_a_few_lines(tmp_path):
         ("model", f"builtin:reviews, {size:.3g} million parameters"),
         ("prompts", "1: This movie was really"),
         ("reward", "P(NEGATIVE) of builtin:reviews"),
+        ("values", "returns fitted to the reward's score of each prefix, and the critic for the rest"),
         ("device", f"{policy.processes.device}, float32"),
         ("run", f"{tmp_path / 'run'}, 1 iterations of 4 completions"),
     ]

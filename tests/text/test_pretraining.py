@@ -34,7 +34,7 @@ NORMALIZED = {"score": ScoreConfig(normalize="running")}
 def small(folder, pretrain=3, iterations=2, **groups):
     critic = groups.pop("critic", CriticConfig(kind="separate"))
     groups = {"run": quiet(folder, iterations, save_every=10)} | groups
-    return text_config(folder, critic=replace(critic, pretrain=pretrain), **groups)
+    return text_config(folder, critic=replace(critic, pretrain=pretrain, prefix_every=0), **groups)
 
 
 CRITICS = {

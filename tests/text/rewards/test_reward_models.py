@@ -233,7 +233,9 @@ def test_prefixes_read_in_one_pass_score_as_each_alone(kind, pads_with_eos, toke
 
 def test_a_model_whose_tokens_see_a_window_reads_each_prefix_alone(tokenizer):
     shapes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    config = AutoConfig.for_model("mistral", **shapes, vocab_size=len(tokenizer), num_labels=1, sliding_window=4)
+    config = AutoConfig.for_model(
+        "mistral", **shapes, vocab_size=len(tokenizer), num_labels=1, sliding_window=4, num_key_value_heads=2
+    )
     model = AutoModelForSequenceClassification.from_config(config)
     reader = RewardModel("windows", model, AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy")))
     assert not reader.shares

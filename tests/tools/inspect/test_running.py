@@ -46,7 +46,8 @@ def inspect(run, **options):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, model_folders):
-    return train(tmp_path_factory.mktemp("run") / "full", model_folders["gpt2"])
+    critic = CriticConfig(prefix_every=0)
+    return train(tmp_path_factory.mktemp("run") / "full", model_folders["gpt2"], critic=critic)
 
 
 @pytest.fixture(scope="module")

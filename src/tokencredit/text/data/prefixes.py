@@ -217,7 +217,8 @@ class PrefixFit:
 def save_fit(folder: Path, fit: PrefixFit, every: int) -> None:
     """Write what gives values to scores of prefixes into a policy's folder."""
     alpha, beta = fit.coefficients()
-    (folder / FIT_FILE).write_text(json.dumps({"every": every, "alpha": alpha.tolist(), "beta": beta.tolist()}))
+    text = json.dumps({"every": every, "alpha": alpha.tolist(), "beta": beta.tolist()})
+    (folder / FIT_FILE).write_text(text, encoding="utf-8")
 
 
 def fitted_values(
