@@ -78,6 +78,7 @@ OTHERS: dict[str, Any] = {
     "tokens": 4,
     "penalty": 1.0,
     "width": 4.0,
+    "coef": 0.05,
     "prior": 3.0,
     "options": {"gamma": 1.0, "lam": 0.95},
     "missing_eos_penalty": 1.0,
@@ -117,7 +118,8 @@ def test_a_list_is_refused_by_the_name_of_its_argument(function, argument):
 
 @pytest.mark.parametrize(
     ("function", "argument"),
-    [(name, "rewards") for name, arguments in TENSORS.items() if "rewards" in arguments] + [("token_rewards", "mask")],
+    [(name, "rewards") for name, arguments in TENSORS.items() if "rewards" in arguments and name != "attainable"]
+    + [("token_rewards", "mask")],
 )
 def test_a_single_row_without_a_batch_is_answered_with_how_to_make_one(function, argument):
     row = TENSORS[function][argument][0]
