@@ -16,7 +16,7 @@ from helpers.models import SHAPE, changed_weights, copy_weights, random_lm
 from helpers.proofs import proofs
 from tokencredit import Callback
 from tokencredit.core.estimator_table import ESTIMATORS
-from tokencredit.core.rewards import ROUNDING, kl_of_next
+from tokencredit.core.rewards import KL_ROUNDING, kl_of_next
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import ClassifierTerm, PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
@@ -229,7 +229,7 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
     assert trainer.learner.objective.kl_coef == 0.5
     log_ratio = scored.reference.logprobs - rollout.logprobs
     expected = {"full": exact, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[estimator]
-    torch.testing.assert_close(torch.cat(loss.kl), expected[rollout.mask], atol=2 * ROUNDING, rtol=1e-3)
+    torch.testing.assert_close(torch.cat(loss.kl), expected[rollout.mask], atol=2 * KL_ROUNDING, rtol=1e-3)
     torch.testing.assert_close(now.policy_loss, expected[rollout.mask].sum(), atol=1e-4, rtol=1e-3)
 
 

@@ -40,7 +40,7 @@ _NAMES = {
     "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "
     "sequence_surrogate weighted_policy_gradient",
     "prefix_baseline": "fit_prefixes prefix_moments",
-    "rewards": "KL_ESTIMATORS ROUNDING exact_kl k1 k2 k3 kl_estimate kl_of_next overlong_penalty token_rewards",
+    "rewards": "KL_ESTIMATORS KL_ROUNDING exact_kl k1 k2 k3 kl_estimate kl_of_next overlong_penalty token_rewards",
     "turns": "Turns estimate_by_turn",
     "vocab_projection": "Linear TokenLoss TokenStats",
 }

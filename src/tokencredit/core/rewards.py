@@ -22,7 +22,7 @@ from tokencredit.core.argument_checks import (
 )
 from tokencredit.core.masked import at_least_float32, extents, zero_outside
 
-ROUNDING = 1e-5
+KL_ROUNDING = 1e-5
 """Log-probs of a token this close, or an exact KL this small, in nats, count as rounding, with a KL of 0. Without other
 rewards, Adam, which is scale-invariant, would turn rounding into full-size steps. The exact KL of a model to itself is
 the rounding of the log of a sum over the vocabulary in float32: up to 1.4e-6 with 2,048 tokens, 5.7e-6 with 151,936."""

@@ -30,7 +30,7 @@ from tokencredit.core.off_policy import (
     sequence_surrogate,
     weighted_policy_gradient,
 )
-from tokencredit.core.rewards import ROUNDING, kl_estimate
+from tokencredit.core.rewards import KL_ROUNDING, kl_estimate
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.value_heads import Histogram
@@ -187,7 +187,7 @@ class Objective:
             reference = rows.ref_logprobs.flatten()[at]
             kl, distance = kl_estimate(self.kl_estimator, now.logprobs, reference), (now.logprobs - reference).abs()
         if kl is not None and distance is not None:
-            kl = kl.masked_fill(distance < ROUNDING, 0.0)
+            kl = kl.masked_fill(distance < KL_ROUNDING, 0.0)
         surrogate = self.surrogate(now.logprobs, rows, at)
         if rows.weights is not None:
             surrogate = surrogate * rows.weights.flatten()[at]

@@ -115,6 +115,7 @@ class Batch:
         such as top_p, and for tokens of earlier updates, it is a biased estimate and called `log_ratio`.
         """
         reference = self.reference
+        # Whole distributions were compared where the reference's states are kept.
         if reference.hidden is not None and reference.kl is not None:
             return "kl", reference.kl
         if reference.logprobs is None:

@@ -280,7 +280,7 @@ class Credit:
             values=values,
             advantages=advantages,
             returns=returns,
-            ref_logprobs=reference.logprobs if self.args.kl.place != "reward" else None,
+            ref_logprobs=reference.logprobs if self.args.kl.place == "loss" else None,
             value_mask=None if valued is None else valued & rollout.mask,
             behavior_logprobs=behavior,
             age=age,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tokencredit.core.masked import extents
-from tokencredit.core.rewards import ROUNDING, kl_estimate
+from tokencredit.core.rewards import KL_ROUNDING, kl_estimate
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.minibatches import length_batches
 from tokencredit.settings.training import KLConfig
@@ -186,8 +186,8 @@ def reference_outputs(
     outputs = read_by_length(rollout, budget, read, processes)
     logprobs, kl = outputs["logprobs"], outputs.get("kl")
     if kl is not None:
-        kl = kl.masked_fill(kl < ROUNDING, 0.0)
+        kl = kl.masked_fill(kl < KL_ROUNDING, 0.0)
     elif args.place == "reward":
         estimates = kl_estimate(args.estimator, rollout.logprobs, logprobs, rollout.mask)
-        kl = estimates.masked_fill((rollout.logprobs - logprobs).abs() < ROUNDING, 0.0)
+        kl = estimates.masked_fill((rollout.logprobs - logprobs).abs() < KL_ROUNDING, 0.0)
     return ReferenceOutputs(logprobs, kl, outputs.get("ref_hidden"))

@@ -35,8 +35,7 @@ def obstacle(args: PPOConfig) -> str | None:
 
 def prompt_numbers(batch: Batch) -> Tensor:
     """A number of at least 0 per row, the same for rows of one prompt with the same columns, in every process."""
-    contents = zip(batch.prompts.prompts, *batch.prompts.columns.values(), strict=True)
-    return text_hashes(batch.prompts.texts, list(map(repr, contents)))
+    return text_hashes(batch.prompts.texts, batch.prompts.contents())
 
 
 def limit_metrics(

@@ -123,8 +123,7 @@ def prefix_scores(
     lengths = rollout.response_lengths().tolist()
     starts = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
     responses = [ids[:length].tolist() for ids, length in zip(rollout.response_ids.cpu(), lengths, strict=True)]
-    # Rows of one prompt with the same columns, which a function may read.
-    contents = list(zip(prompts.prompts, *prompts.columns.values(), strict=True))
+    contents = prompts.contents()  # with the columns, which a function may read
     # The row and the length of each distinct prefix; one is known by the number of the one before it, and what follows.
     known: dict[tuple[object, ...], int] = {}
     distinct: list[tuple[int, int]] = []
@@ -132,7 +131,7 @@ def prefix_scores(
     for row, (prompt, ids) in enumerate(zip(starts, responses, strict=True)):
         number = -1
         for start in range(0, len(ids), every):
-            following = ids[start - every : start] if start else (repr(contents[row]), *prompt)
+            following = ids[start - every : start] if start else (contents[row], *prompt)
             number = known.setdefault((number, *following), len(distinct))
             if number == len(distinct):
                 distinct.append((row, start))

@@ -73,6 +73,10 @@ class PromptBatch:
         prompts, texts = [self.prompts[i] for i in rows], [self.texts[i] for i in rows]
         return PromptBatch(prompts, texts, self.ids[at], self.mask[at], columns)
 
+    def contents(self) -> list[str]:
+        """A text per row, the same for rows of one prompt with the same columns."""
+        return list(map(repr, zip(self.prompts, *self.columns.values(), strict=True)))
+
     def continued(self, completions: Sequence[str]) -> list[str]:
         """Each prompt's text followed by its completion."""
         return [text + completion for text, completion in zip(self.texts, completions, strict=True)]
