@@ -51,6 +51,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(optionalhook=True)  # vLLM's environment has no xdist.
 def pytest_xdist_setupnodes(config, specs):
     """Workers are forks of one process that has imported the libraries: each would need 10 seconds of a core for it."""
     from helpers import warm
