@@ -17,6 +17,7 @@ LAYERS = {
     "distributed": 3,
     "learn": 4,
     "runs": 5,
+    "user_code": 6,
     "report": 6,
     "text": 7,
     "control": 7,

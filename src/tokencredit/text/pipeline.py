@@ -37,7 +37,7 @@ from tokencredit.text.rewards.terms import Scores, score, start_calls
 from tokencredit.text.rollout_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
 from tokencredit.text.turns.episode_record import columns, refuse_failed
 from tokencredit.text.turns.play import EpisodePlayer
-from tokencredit.text.user_code.user_objects import described
+from tokencredit.user_code.user_objects import described
 
 T = TypeVar("T")
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]

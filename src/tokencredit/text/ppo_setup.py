@@ -35,7 +35,7 @@ from tokencredit.text.rewards.terms import as_terms, build_terms
 from tokencredit.text.rewards.texts import last_message
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import EpisodePlayer, Framings
-from tokencredit.text.user_code.user_objects import source_digest
+from tokencredit.user_code.user_objects import source_digest
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows

@@ -14,8 +14,8 @@ from tokencredit.distributed.processes import out_of_memory, restored
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.rewards.ready_made import RewardFunction
-from tokencredit.text.user_code.user_objects import described
-from tokencredit.text.user_code.workers import TimedOut, Workers, call_within, finished, is_coroutine_function
+from tokencredit.user_code.user_objects import described
+from tokencredit.user_code.workers import TimedOut, Workers, call_within, finished, is_coroutine_function
 
 T = TypeVar("T")
 

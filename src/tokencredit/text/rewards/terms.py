@@ -26,7 +26,7 @@ from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term, Wr
 from tokencredit.text.rewards.ready_made import READY_MADE, RewardFunction
 from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
 from tokencredit.text.rewards.texts import Text, joined
-from tokencredit.text.user_code.user_objects import check_kwargs, load_object
+from tokencredit.user_code.user_objects import check_kwargs, load_object
 
 LARGEST = torch.finfo(torch.float32).max
 """Largest magnitude of a score; rewards are float32 tensors."""

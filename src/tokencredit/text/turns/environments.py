@@ -18,8 +18,8 @@ from tokencredit.text.turns.protocols.episode import Episode
 from tokencredit.text.turns.protocols.factories import Factory, Instance, NoEnvironment, inspect_factory, own_reward
 from tokencredit.text.turns.protocols.step_episode import StepEpisode
 from tokencredit.text.turns.protocols.tool_episode import ToolEpisode
-from tokencredit.text.user_code.user_objects import check_kwargs, load_object
-from tokencredit.text.user_code.workers import Workers
+from tokencredit.user_code.user_objects import check_kwargs, load_object
+from tokencredit.user_code.workers import Workers
 
 BUILT_IN = {
     "builtin:grid": "tokencredit.text.turns.builtin.grid:Grid",

@@ -23,7 +23,7 @@ from tokencredit.text.turns.chat.framing import ChatFraming, Framing, TextFramin
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import Span, Transcript, episode_record
 from tokencredit.text.turns.protocols.episode import TERMINATED, Episode, Reply, fit
-from tokencredit.text.user_code.workers import Workers
+from tokencredit.user_code.workers import Workers
 
 PATIENCE = 1.0
 """Seconds that episodes whose replies have come wait for the others, so that they continue as one batch."""

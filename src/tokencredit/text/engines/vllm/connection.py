@@ -16,7 +16,7 @@ import httpx2
 from tokencredit.errors import ConfigError
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.engines.requests import EngineFailure, Request
-from tokencredit.text.user_code.workers import EventLoop
+from tokencredit.user_code.workers import EventLoop
 
 COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --generation-config vllm --logprobs-mode processed_logprobs"

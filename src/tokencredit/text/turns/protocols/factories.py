@@ -11,8 +11,8 @@ from typing import Any
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.text.rewards.calls import RewardError, RewardTimeout, Term
 from tokencredit.text.turns.protocols.tools import RESERVED, Tool, describe_all, methods
-from tokencredit.text.user_code.user_objects import check_kwargs, described
-from tokencredit.text.user_code.workers import TimedOut, Workers, begin, call_within
+from tokencredit.user_code.user_objects import check_kwargs, described
+from tokencredit.user_code.workers import TimedOut, Workers, begin, call_within
 
 TRIES = 3
 """Tries to create and reset an environment before the run stops."""

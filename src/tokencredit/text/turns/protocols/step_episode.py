@@ -19,8 +19,8 @@ from tokencredit.text.turns.protocols.episode import (
     messages_of,
     readable,
 )
-from tokencredit.text.user_code.user_objects import described
-from tokencredit.text.user_code.workers import TimedOut, call_within
+from tokencredit.user_code.user_objects import described
+from tokencredit.user_code.workers import TimedOut, call_within
 
 
 class MalformedStep(Exception):

@@ -21,8 +21,8 @@ from tokencredit.text.turns.protocols.episode import (
     readable,
 )
 from tokencredit.text.turns.protocols.factories import NoEnvironment
-from tokencredit.text.user_code.user_objects import summarized
-from tokencredit.text.user_code.workers import TimedOut, begin, call_within, is_coroutine_function
+from tokencredit.user_code.user_objects import summarized
+from tokencredit.user_code.workers import TimedOut, begin, call_within, is_coroutine_function
 
 Call = tuple[str, Any, dict[str, str]]
 """A call's tool, its arguments, and its id for the answer, if it has one."""

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.user_code.user_objects import check_kwargs, load_object
+from tokencredit.user_code.user_objects import check_kwargs, load_object
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tokencredit.distributed.processes import restored
 from tokencredit.errors import ConfigError
 from tokencredit.runs.untrusted import visible
 
-LIBRARIES = [str(Path(__file__).parents[2]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
+LIBRARIES = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
 """Folders of Tokencredit, Python's library and installed packages, whose code is not the user's."""
 
 

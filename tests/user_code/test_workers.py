@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from tokencredit.text.user_code import workers as workers_module
-from tokencredit.text.user_code.workers import EventLoop, TimedOut, Workers, begin, call_within
+from tokencredit.user_code import workers as workers_module
+from tokencredit.user_code.workers import EventLoop, TimedOut, Workers, begin, call_within
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_a_function_that_returns_a_coroutine_is_awaited():
 def test_hung_threads_do_not_keep_the_process_alive():
     code = (
         "import threading, asyncio\n"
-        "from tokencredit.text.user_code.workers import *\n"
+        "from tokencredit.user_code.workers import *\n"
         "async def sleeps(): await asyncio.sleep(3600)\n"
         "workers = Workers()\n"
         "for _ in range(5): workers.submit(threading.Event().wait)\n"
