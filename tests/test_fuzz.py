@@ -25,6 +25,7 @@ from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import column_names
 from tokencredit.report.inspect_page import write_inspect_page
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import OF_CRITIC as CRITIC
@@ -35,7 +36,7 @@ from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import for_trainer, newest
 from tokencredit.settings.control import AgentRunConfig, AgentUpdateConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.run_kind import configure
-from tokencredit.text.data.datasets import column_names, column_values, read_dataset
+from tokencredit.text.data.datasets import column_values, read_dataset
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.tools.preferences.labels import Labels, Pair, read_pairs, readable
 from tokencredit.tools.sweep.sweep_file import read_sweep

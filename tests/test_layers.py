@@ -12,6 +12,7 @@ PACKAGE = SRC / "tokencredit"
 LAYERS = {
     "errors": 0,
     "core": 1,
+    "provenance": 1,
     "settings": 2,
     "audit": 2,
     "distributed": 3,

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.learn.state import trainable
+from tokencredit.provenance.parts import rows_digest
 from tokencredit.report.card import model_card
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count, shortened
@@ -21,7 +22,7 @@ from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
-from tokencredit.text.data.datasets import digest, from_python
+from tokencredit.text.data.datasets import from_python
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
@@ -205,7 +206,7 @@ def source_digests(
     digests = {name: folder_digest(value) or source_digest(value) for name, value in named.items()}
     for group, rows in {held_out.name: ("eval", held_out), prompts.name: ("prompts", prompts)}.values():
         if rows.rows is not None and rows.name != f"{group}.text":
-            digests[rows.name if rows.name in given else f"{group}.dataset"] = digest(rows.rows)
+            digests[rows.name if rows.name in given else f"{group}.dataset"] = rows_digest(rows.rows)
     return {name: value for name, value in digests.items() if value is not None}
 
 

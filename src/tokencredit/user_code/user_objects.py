@@ -9,7 +9,6 @@ import importlib
 import inspect
 import shutil
 import sys
-import sysconfig
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,10 +19,8 @@ from typing import Any
 
 from tokencredit.distributed.processes import restored
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import LIBRARIES
 from tokencredit.runs.untrusted import visible
-
-LIBRARIES = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
-"""Folders of Tokencredit, Python's library and installed packages, whose code is not the user's."""
 
 
 @restored()

@@ -9,7 +9,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.data.datasets import column_names, column_values, read_dataset
+from tokencredit.provenance.parts import column_names
+from tokencredit.text.data.datasets import column_values, read_dataset
 
 ROWS = [{"prompt": "Ünë, two", "answer": 1}, {"prompt": 'line\n"two"\u2028three', "answer": 2}]
 

@@ -8,7 +8,6 @@ the Datasets library does neither from version 4.0 on.
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 from collections.abc import Iterator
@@ -81,23 +80,6 @@ def from_python(dataset: Any, name: str) -> Rows:
 def plain(dataset: Dataset) -> Dataset:
     """The data set with rows as Python values, whatever its format; a user's own transform is kept."""
     return dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
-
-
-def digest(rows: Rows) -> str:
-    """SHA-256 of rows with all their columns."""
-    sha = hashlib.sha256()
-    if isinstance(rows, list):
-        sha.update(json.dumps(rows, default=lambda value: type(value).__name__).encode())
-        return sha.hexdigest()
-    for table in rows.with_format("arrow").iter(CHUNK):
-        for batch in table.to_batches():
-            sha.update(batch.serialize())
-    return sha.hexdigest()
-
-
-def column_names(rows: Rows) -> list[str]:
-    """Names of all columns that occur in any row."""
-    return list(dict.fromkeys(key for row in rows for key in row)) if isinstance(rows, list) else rows.column_names
 
 
 def column_values(rows: Rows, column: str) -> Iterator[list[Any]]:

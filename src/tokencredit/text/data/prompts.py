@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import column_names
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.text.data.datasets import column_names, column_values, rows_of
+from tokencredit.text.data.datasets import column_values, rows_of
 from tokencredit.text.rewards.texts import answer, content, for_template, prefilled
 
 if TYPE_CHECKING:

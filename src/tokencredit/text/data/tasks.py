@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import column_names
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.text.data.datasets import column_names, rows_of
+from tokencredit.text.data.datasets import rows_of
 from tokencredit.text.data.prompts import shuffled
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import column_names
 from tokencredit.settings.offline import LengthSettings, RowsSettings
 from tokencredit.text.data.completions import answered, ended, rendered_after, tokenize_after, unfinished
-from tokencredit.text.data.datasets import column_names, rows_of
+from tokencredit.text.data.datasets import rows_of
 from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
 from tokencredit.text.models.model_loading import end_ids, max_prompt_length
 from tokencredit.text.rewards.reward_models import RewardModel

@@ -1,0 +1,1 @@
+"""What made a run: parts from Python and from files, and the machine and software."""

@@ -1,0 +1,221 @@
+"""Descriptions of the parts of a run: functions, classes, objects and data from Python or from files of users."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+LIBRARIES = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
+"""Folders of Tokencredit, Python's library and installed packages, whose code is not the user's."""
+MAX_ENTRIES, MAX_TEXT = 20, 200
+"""Longest list and text that a description shows; longer ones count by their digest."""
+CHUNK = 1000
+"""Rows of a `Dataset` that are read at a time."""
+Part = dict[str, Any]
+"""Description of a part as JSON: `digest`, and `name`, `file`, `source`, `arguments` and `reads` of code, or `rows` and
+`columns` of data."""
+
+
+def describe(value: Any) -> Part:
+    """The description of a function, class, callable object, `partial`, dataclass, `Dataset` or list of rows.
+
+    The digest of code is of its source, its `arguments` (of a partial; the fields of an object; a function's defaults
+    and variables of enclosing functions) and what it `reads` by name of the user's own: functions, classes, constants.
+    Equal parts have equal digests in every process.
+    """
+    return _Describer().part(value)
+
+
+def label(part: Part) -> str:
+    """A part in a line, such as `score(sign=-1) (rewards.py, 1a2b3c4d)` or `128 rows of prompt, label (5e6f7a8b)`."""
+    digest = part["digest"][:8]
+    if "rows" in part:
+        return f"{part['rows']:,} rows of {', '.join(part['columns'])} ({digest})"
+    shown = ", ".join(f"{name}={_short(value)}" for name, value in part.get("arguments", {}).items())
+    file = f"{Path(part['file']).name}, " if "file" in part else ""
+    return f"{part['name']}{f'({shown})' * bool(shown)} ({file}{digest})"
+
+
+def rows_digest(rows: Any) -> str:
+    """SHA-256 of a list of rows or a `Dataset`, with all columns."""
+    sha = hashlib.sha256()
+    if isinstance(rows, list):
+        sha.update(json.dumps(rows, default=lambda value: type(value).__name__).encode())
+        return sha.hexdigest()
+    for table in rows.with_format("arrow").iter(CHUNK):
+        for batch in table.to_batches():
+            sha.update(batch.serialize())
+    return sha.hexdigest()
+
+
+def column_names(rows: Any) -> list[str]:
+    """Names of all columns that occur in any row of a list or a `Dataset`."""
+    return list(dict.fromkeys(key for row in rows for key in row)) if isinstance(rows, list) else rows.column_names
+
+
+class _Describer:
+    """Describes values, each object once."""
+
+    def __init__(self) -> None:
+        self.met: dict[int, Any] = {}
+
+    def part(self, value: Any) -> Part:
+        """The description of a part."""
+        if isinstance(value, list) or (hasattr(value, "column_names") and hasattr(value, "with_format")):
+            return {"rows": len(value), "columns": column_names(value), "digest": rows_digest(value)}
+        self.met[id(value)] = value
+        arguments: dict[str, Any] = {}
+        while isinstance(value, partial):
+            arguments = {f"args[{i}]": x for i, x in enumerate(value.args)} | value.keywords | arguments
+            value = value.func
+        if isinstance(value, MethodType):
+            value, arguments = value.__func__, {"self": value.__self__} | arguments
+        code = code_of(value)
+        own = (_variables(code) if code is value else _fields(value)) | arguments
+        part: Part = {"name": getattr(code, "__qualname__", repr(code)).replace("<locals>.", "")}
+        if is_users(code) and (file := _file(code)) is not None:
+            part["file"] = file
+        for key, values in {"arguments": own, "reads": dict(_reads(code))}.items():
+            if values:
+                part[key] = {name: self.plain(x) for name, x in values.items()}
+        source = _source(code)
+        exact: Any = [code.__module__, source] if source is None else source
+        if source is None or "<lambda>" in part["name"]:  # a lambda's source is its whole line
+            exact = [exact, *map(_bytecode, _codes(code))]
+        digest = _sha([exact, *(part.get(key) for key in ("name", "arguments", "reads"))])
+        return part | {"digest": digest} | ({} if source is None else {"source": source})
+
+    def plain(self, value: Any) -> Any:
+        """A value as JSON: data itself, or its digest if it is long, the description of a user's code, or a name."""
+        if value is None or isinstance(value, bool | int | float | str):
+            exact = not isinstance(value, float) or math.isfinite(value)
+            text = value if isinstance(value, str) else ""
+            return _cut(text, value) if text else value if exact else str(value)
+        if id(value) in self.met:
+            return f"{type(value).__name__}, as above"
+        self.met[id(value)] = value
+        if isinstance(value, Mapping):
+            return _cut({str(key): self.plain(x) for key, x in value.items()}, value)
+        if isinstance(value, list | tuple | set | frozenset):
+            entries = [self.plain(x) for x in value]
+            return _cut(entries if isinstance(value, list | tuple) else sorted(entries, key=json.dumps), value)
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return f"{value.dtype} {list(value.shape)} ({_sha(_numbers(value))[:8]})"
+        if isinstance(value, partial | MethodType) or hasattr(value, "state_dict") or is_users(value):
+            return self.part(value)
+        text = getattr(value, "__name__", repr(value))
+        return text if " at 0x" not in text and len(text) <= MAX_TEXT else type(value).__qualname__
+
+
+def code_of(value: Any) -> Any:
+    """The function or class of a value: itself, or its type."""
+    return value if inspect.isroutine(value) or isinstance(value, type | ModuleType) else type(value)
+
+
+def is_users(value: Any) -> bool:
+    """True for the user's own module, function, class or object, and false for a library's."""
+    code, file = code_of(value), _file(value)
+    if file is None:
+        return getattr(code, "__module__", None) == "__main__" or isinstance(code, FunctionType)
+    return not any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
+
+
+def _cut(shown: Any, value: Any) -> Any:
+    """A list, dict or text, or its length and digest if it is long."""
+    longest = MAX_TEXT if isinstance(value, str) else MAX_ENTRIES
+    return shown if len(shown) <= longest else f"{type(value).__name__} of {len(shown)} ({_sha(shown)[:8]})"
+
+
+def _short(value: Any) -> str:
+    """An argument in a few characters."""
+    text = str(value["name"]) if isinstance(value, dict) and "name" in value else value
+    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    return text if len(text) <= 30 else f"{text[:29]}…"
+
+
+def _sha(value: Any) -> str:
+    """SHA-256 of bytes, or of a JSON value."""
+    data = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True).encode()
+    return hashlib.sha256(data).hexdigest()
+
+
+def _numbers(array: Any) -> bytes:
+    """The numbers of an array or tensor."""
+    array = array.detach().float().cpu().numpy() if hasattr(array, "detach") else array
+    return array.tobytes() if array.dtype != object else repr(array.tolist()).encode()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object; of a module of PyTorch the public ones and its weights."""
+    if hasattr(value, "state_dict"):
+        return {k: v for k, v in vars(value).items() if k[0] != "_"} | {"weights": value.state_dict()}
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+
+
+def _variables(code: Any) -> dict[str, Any]:
+    """Defaults of a function, and variables of the functions around it; nothing of anything else."""
+    if not isinstance(code, FunctionType):
+        return {}
+    defaults = {name: p.default for name, p in inspect.signature(code).parameters.items() if p.default is not p.empty}
+    return defaults | dict(inspect.getclosurevars(code).nonlocals)
+
+
+def _codes(code: Any) -> Iterator[CodeType]:
+    """The code objects of a function, or of a class's own methods, with those inside them."""
+    if isinstance(code, CodeType):
+        yield code
+        for constant in code.co_consts:
+            yield from _codes(constant)
+    elif isinstance(code, FunctionType):
+        yield from _codes(inspect.unwrap(code).__code__)
+    elif isinstance(code, type):
+        for member in vars(code).values():
+            function = getattr(member, "__func__", getattr(member, "fget", member))
+            yield from _codes(function) if isinstance(function, FunctionType) else ()
+
+
+def _bytecode(code: CodeType) -> list[str]:
+    """What a code object does."""
+    return [code.co_code.hex(), *(repr(x) for x in code.co_consts if not isinstance(x, CodeType)), *code.co_names]
+
+
+def _reads(code: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of what a user's function or class reads of its module, and its base classes; no libraries."""
+    if not is_users(code) or isinstance(code, ModuleType):
+        return
+    for base in code.__mro__[1:] if isinstance(code, type) else ():
+        if is_users(base):
+            yield base.__qualname__, base
+    module = vars(sys.modules.get(code.__module__, math))
+    space = module if isinstance(code, type) else getattr(inspect.unwrap(code), "__globals__", module)
+    for name in sorted({name for inner in _codes(code) for name in inner.co_names} & space.keys()):
+        value = space[name]
+        if value is not code and (is_users(value) or not (callable(value) or isinstance(value, ModuleType))):
+            yield name, value
+
+
+def _file(value: Any) -> str | None:
+    """The file of a module, or of a value's function or class; None without one, as for code that is typed in."""
+    try:
+        file = inspect.getsourcefile(code_of(value))
+    except (TypeError, OSError):
+        return None
+    return file if file is not None and Path(file).is_file() else None
+
+
+def _source(code: Any) -> str | None:
+    """The source of a user's function, class or module; None if it is not known, or a library's."""
+    try:
+        return inspect.getsource(code) if is_users(code) else None
+    except (OSError, TypeError):
+        return None

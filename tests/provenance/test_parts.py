@@ -1,0 +1,122 @@
+"""Descriptions of functions, classes, objects and data."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from tokencredit.provenance import parts
+from tokencredit.provenance.parts import describe, label
+
+WORDS = ["good"]
+SIGN = 1
+
+
+def sign():
+    return SIGN
+
+
+def score(prompts, completions, power=2):
+    """The score."""
+    return [sign() * sum(word in text for word in WORDS) ** power for text in completions]
+
+
+def scaled(scale):
+    """A function with a variable of another."""
+
+    def inner(completions):
+        return [scale * len(text) for text in completions]
+
+    return inner
+
+
+@dataclass
+class Lexicon:
+    """A callable object."""
+
+    weight: float
+
+    def __call__(self, completions):
+        return [self.weight * sign() for _ in completions]
+
+
+class Doubled(Lexicon):
+    """A subclass."""
+
+
+def test_a_function_has_name_file_source_arguments_and_what_it_reads():
+    part = describe(score)
+    assert part["name"] == "score"
+    assert part["file"] == __file__
+    assert part["source"].startswith("def score(")
+    assert '"""The score."""' in part["source"]
+    assert part["arguments"] == {"power": 2}
+    assert part["reads"]["WORDS"] == ["good"]
+    assert part["reads"]["sign"]["reads"] == {"SIGN": 1}
+    assert label(part) == f"score(power=2) (test_parts.py, {part['digest'][:8]})"
+    json.dumps(part)
+
+
+def test_equal_parts_have_equal_digests():
+    for one, two in [(score, score), (Lexicon(1), Lexicon(1)), (scaled(2), scaled(2)), ([{"a": 1}], [{"a": 1}])]:
+        assert describe(one) == describe(two)
+
+
+different = [score, scaled(1), scaled(-1), partial(score, power=3), Lexicon(1), Lexicon(-1), Doubled(1), Lexicon]
+different += [Lexicon(1).__call__, lambda texts: 1, lambda texts: 2, len, max, np.ones, torch.nn.Linear(1, 1)]
+
+
+def test_other_code_or_arguments_have_other_digests():
+    assert len({describe(value)["digest"] for value in different}) == len(different)
+
+
+@pytest.mark.parametrize(("name", "value"), [("SIGN", -1), ("WORDS", ["bad"]), ("sign", lambda: 1)])
+def test_what_a_function_reads_counts(monkeypatch, name, value):
+    digests = [describe(x)["digest"] for x in (score, Lexicon(1))]
+    monkeypatch.setitem(globals(), name, value)
+    assert describe(score)["digest"] != digests[0]
+    if name != "WORDS":  # which the class does not read
+        assert describe(Lexicon(1))["digest"] != digests[1]
+
+
+def test_weights_of_a_module_count():
+    module = torch.nn.Linear(2, 2)
+    before = describe(module)
+    assert before == describe(module)
+    module.weight.data += 1
+    assert describe(module)["digest"] != before["digest"]
+    assert "source" not in before  # a library's
+
+
+def test_code_that_is_typed_in_has_a_digest():
+    space = {}
+    exec("def f(x):\n    return x + 1\ndef g(x):\n    return x + 2", space)
+    one, two = (describe(space[name]) for name in "fg")
+    assert one["digest"] != two["digest"]
+    assert not {"source", "file"} & one.keys()
+
+
+def test_objects_that_contain_themselves_are_described():
+    one = Lexicon(1)
+    one.weight = one
+    assert describe(one)["arguments"] == {"weight": "Lexicon, as above"}
+
+
+@pytest.mark.parametrize(
+    "rows", [[{"prompt": "a"}, {"label": 1}], Dataset.from_list([{"prompt": "a", "label": 1}] * 2)]
+)
+def test_data_have_rows_columns_and_a_digest(rows):
+    part = describe(rows)
+    assert (part["rows"], part["columns"]) == (2, ["prompt", "label"])
+    assert label(part) == f"2 rows of prompt, label ({part['digest'][:8]})"
+
+
+def test_libraries_are_not_the_users():
+    assert not parts.is_users(torch.nn.Linear)
+    assert not parts.is_users(json)
+    assert parts.is_users(score)
+    assert parts.is_users(Lexicon(1))
