@@ -2,6 +2,7 @@
 
     python benchmarks/worlds.py subj DATA OUT      # DATA holds subj.subjective and subj.objective
     python benchmarks/worlds.py trec DATA OUT      # DATA holds TREC.train
+    python benchmarks/worlds.py pairs OUT          # built-in reviews and a causal reward model of their pairs
 
 OUT gets `policy`, `classifier`, and `world.json` with the settings of `tokencredit train`. The data sets are those of
 Pang and Lee 2004 (subjective sentences and plots of films) and Li and Roth 2002 (questions by what they ask for); the
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -85,14 +87,34 @@ def train_classifier(
     return model
 
 
+def train_reward_model(out: Path) -> None:
+    """Train a causal reward model on pairs of the built-in model's completions that the built-in classifier ranks."""
+    pairs, run, name = str(out / "pairs.jsonl"), out / "run", "builtin:reviews"
+    prompts = ["--prompts.text", "This movie was really"]
+    reward = ["--reward", json.dumps([{"classifier": name, "label": "NEGATIVE"}])]
+    groups = ["--groups", "800", "--samples", "4", "--pairs", "all", "--margin", "0.1"]
+    steps = ["--run.iterations", "300", "--optim.lr", "3e-4", "--data.held_out", "0.05"]
+    model = ["--model.name", name, "--data.dataset", pairs, "--run.dir", str(run)]
+    for command in (["pairs", name, *prompts, *reward, *groups, "--out", pairs], ["reward-model", *model, *steps]):
+        subprocess.run([sys.executable, "-m", "tokencredit", *command], check=True)
+    (out / "world.json").write_text(json.dumps({"reward": [{"reward_model": str(run / "reward_model")}]}, indent=1))
+
+
 def main() -> None:
     """Build one world."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("world", choices=WORLDS)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    commands = parser.add_subparsers(dest="world", required=True)
+    for name in (*WORLDS, "pairs"):
+        command = commands.add_parser(name)
+        if name in WORLDS:
+            command.add_argument("data", type=Path)
+            command.add_argument("--seed", type=int, default=0)
+        command.add_argument("out", type=Path)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.world == "pairs":
+        train_reward_model(options.out)
+        return
     disable_progress_bar()
     rewarded, prompts = WORLDS[options.world]
     rows = sentences(options.world, options.data)
