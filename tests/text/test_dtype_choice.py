@@ -9,7 +9,7 @@ import pytest
 from helpers.configs import quiet
 from helpers.files import read_events, read_metrics
 from tokencredit.cli import main
-from tokencredit.report.comparison_stats import group_runs
+from tokencredit.report.comparison.stats import group_runs
 from tokencredit.report.reading import read_run
 from tokencredit.runs.resuming import changes
 from tokencredit.settings.rollout import RolloutConfig

@@ -194,27 +194,34 @@ def show_page(page: Path, options: Options) -> None:
 
 def compare_parser() -> Parser:
     """The parser of `tokencredit compare`."""
-    parser = new_command("Compare runs on a page and in figures.", runs_code=False)
+    parser = new_command("Compare runs: a page, figures and tables.", runs_code=False)
     parser.positional(
         "runs", "RUN, the folder of each run", nargs="*", help="Folders of runs, finished or still training."
     )
     parser.add_argument("--metric", help="Metric to compare; by default the reward, or an agent's return.")
     parser.add_argument("--group-by", metavar="KEY", help="Key whose value groups runs into one curve.")
     parser.add_argument("--smooth", type=POSITIVE_INT, default=1, help="Window of each run's running mean.")
-    parser.add_argument("--out", default="comparison", help="Output folder.")
+    parser.add_argument(
+        "--format",
+        help="Formats, separated by commas: html, png, pdf, svg, csv, json, tex; by default html,png.",
+    )
+    parser.add_argument("--out", default="comparison", help="Output folder, or one file with the ending of a format.")
     return parser
 
 
 def compare(options: Options) -> None:
     """Run `tokencredit compare`."""
     options.refuse_empty("out")
-    from tokencredit.report.comparison_page import write_comparison
+    from tokencredit.report.comparison.compare import compare as compare_runs
+    from tokencredit.report.comparison.files import check_formats, write_comparison
 
-    settings = {"metric": options.metric, "group_by": options.group_by, "smooth": options.smooth}
-    comparison = write_comparison([Path(run) for run in options.runs], **settings, out=Path(options.out))
+    formats = None if options.format is None else options.format.split(",")
+    check_formats(Path(options.out), formats)
+    comparison = compare_runs(options.runs, metric=options.metric, group_by=options.group_by, smooth=options.smooth)
+    written = write_comparison(comparison, Path(options.out), formats)
     for sentence in comparison.verdict:
         print(visible(sentence))
-    print(comparison.page)
+    print(written)
 
 
 def doctor_parser() -> Parser:

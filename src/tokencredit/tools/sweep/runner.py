@@ -200,13 +200,15 @@ def table(runs: Sequence[SweepRun], failures: Collection[SweepRun]) -> Table:
 
 def compare(done: Sequence[SweepRun], out: Path) -> None:
     """Write the comparison of runs, if they can be compared."""
-    from tokencredit.report.comparison_page import write_comparison  # Matplotlib and SciPy, at the end only
+    from tokencredit.report.comparison import compare as comparing  # Matplotlib and SciPy, at the end only
+    from tokencredit.report.comparison import files
 
     try:
-        comparison = write_comparison([run.folder for run in done], out=out)
+        comparison = comparing.compare([run.folder for run in done])
+        page = files.write_comparison(comparison, out)
     except ConfigError as error:
         say(f"no comparison: {error}")
         return
     for sentence in comparison.verdict:
         say(sentence)
-    say(f"compared in {comparison.page}")
+    say(f"compared in {page}")

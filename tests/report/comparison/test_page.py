@@ -1,4 +1,4 @@
-"""The page and the pictures of several runs, in a real browser."""
+"""The page of several runs, in a real browser, and the command."""
 
 import json
 import shutil
@@ -10,7 +10,8 @@ from helpers.browser import complaints, requests
 from helpers.proofs import proofs
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
-from tokencredit.report.comparison_page import write_comparison
+from tokencredit.report.comparison.compare import compare
+from tokencredit.report.comparison.files import write_comparison
 from tokencredit.report.reading import read_run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.summary import final_mean
@@ -52,7 +53,7 @@ def runs(repeat):
 
 @pytest.fixture(scope="module")
 def page(runs, tmp_path_factory):
-    return write_comparison(runs, out=tmp_path_factory.mktemp("out") / "new" / "comparison").page
+    return write_comparison(compare(runs), tmp_path_factory.mktemp("out") / "new" / "comparison")
 
 
 def opened(browser, page):
@@ -147,7 +148,7 @@ def test_hostile_names_and_settings_are_text(browser, repeat, place):
     name = HOSTILE.replace("/", "-")
     one = repeat(name, text=HOSTILE, metric=HOSTILE)
     other = repeat("_hidden $x$", metric=HOSTILE)
-    page = write_comparison([one, other], metric=HOSTILE, out=place).page
+    page = write_comparison(compare([one, other], metric=HOSTILE), place)
     opened(browser, page)
     assert complaints(browser) == []
     assert browser.execute_script("return window.owned") is None
@@ -173,7 +174,7 @@ def test_a_run_that_still_writes_and_one_named_twice(repeat, tmp_path):
     (growing / "summary.json").unlink()
     with (growing / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "rew')
-    text = write_comparison([growing, growing, growing / ".." / "growing"], out=tmp_path).page.read_text()
+    text = write_comparison(compare([growing, growing, growing / ".." / "growing"]), tmp_path).read_text()
     assert "reward of 1 run<" in text
     assert "not finished" in text
 
@@ -183,7 +184,7 @@ def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, plac
     one, other = (repeat(f"apart-{seed}", seed=seed) for seed in (1, 2))
     rows = read_run(other).metrics
     (other / "metrics.jsonl").write_text("".join(json.dumps(row | {"seconds": 1e3}) + "\n" for row in rows))
-    opened(browser, write_comparison([one, other], out=place).page)
+    opened(browser, write_comparison(compare([one, other]), place))
     assert "No curve over seconds" in browser.find_element(By.TAG_NAME, "main").text
     Select(browser.find_element(By.ID, "axis")).select_by_value("seconds")
     assert len(browser.find_elements(By.CSS_SELECTOR, "#plot .scatterlayer .js-line")) == 2
@@ -193,7 +194,7 @@ def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, plac
 @pytest.mark.slow
 def test_many_curves_differ_in_their_strokes(repeat, tmp_path):
     many = [repeat(f"many-{number}", lr=number * 1e-5) for number in range(1, 9)]
-    text = write_comparison(many, smooth=2, out=tmp_path).page.read_text()
+    text = write_comparison(compare(many, smooth=2), tmp_path).read_text()
     groups = json.loads(text.split('id="data">')[1].split("</script>")[0])["groups"]
     assert len({(group["colour"], group["dash"]) for group in groups}) == 8
     assert "running mean over 2 numbers" in text
@@ -240,11 +241,11 @@ def test_what_cannot_be_compared_is_said_in_one_line(run_folder, capsys, argumen
     assert err.count("\n") == 1
 
 
-def test_python_callers_are_refused_alike(run_folder, tmp_path):
+def test_python_callers_are_refused_alike(run_folder):
     with pytest.raises(ConfigError, match="no run to compare"):
-        write_comparison([], out=tmp_path)
+        compare([])
     with pytest.raises(ConfigError, match="smooth is 0"):
-        write_comparison([run_folder], smooth=0, out=tmp_path)
+        compare([run_folder], smooth=0)
 
 
 @pytest.mark.proof  # test_browser.py: so do those of a report
@@ -252,13 +253,13 @@ def test_a_metric_of_one_iteration_has_its_points(browser, audited_folder, run_f
     runs = [shutil.copytree(audited_folder, place / name) for name in ("one", "two")]
     config = yaml.safe_load((runs[1] / "config.yaml").read_text()) | {"seed": 2}
     (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
-    page = write_comparison(runs, metric="audit/noise", out=place / "out").page
+    page = write_comparison(compare(runs, metric="audit/noise"), place / "out")
     opened(browser, page)
     traces = browser.execute_script("return document.getElementById('plot').data.map(({ mode, x }) => [mode, x])")
     assert traces.count(["lines+markers", [3]]) == 3  # both runs, and what they say together
     assert complaints(browser) == []
     with pytest.raises(ConfigError, match=r"no number for the metric audit/noise in .*reviews"):
-        write_comparison([runs[0], run_folder], metric="audit/noise", out=place / "out")
+        compare([runs[0], run_folder], metric="audit/noise")
 
 
 @pytest.mark.proof
@@ -266,7 +267,7 @@ def test_links_lead_to_the_reports_of_the_runs(browser, repeat, place):
     one, other, without = repeat("javascript:a %41#?", more=1.0), repeat("plain", lr=2e-4), repeat("none", lr=3e-4)
     (without / "report.html").unlink()
     (one / "report.html").write_text("<h2 id=outcome>Outcome</h2>")  # a report has megabytes of Plotly
-    opened(browser, write_comparison([one, other, without], out=place / "out").page)
+    opened(browser, write_comparison(compare([one, other, without]), place / "out"))
     links = browser.find_elements(By.CSS_SELECTOR, "main li a")
     assert [link.text for link in links] == [one.name, other.name]
     assert not any(link.get_attribute("href").startswith("javascript") for link in links)

@@ -9,7 +9,9 @@ import pytest
 
 from helpers.proofs import proofs
 from tokencredit.errors import ConfigError
-from tokencredit.report.comparison_stats import (
+from tokencredit.report.comparison.compare import compare
+from tokencredit.report.comparison.page import outcome_cells
+from tokencredit.report.comparison.stats import (
     POINTS,
     RunGroup,
     axes,
@@ -20,7 +22,6 @@ from tokencredit.report.comparison_stats import (
     estimate,
     group_runs,
     names,
-    outcomes,
     rank_p,
     repeated,
     series,
@@ -28,8 +29,8 @@ from tokencredit.report.comparison_stats import (
     texts,
     too_few,
     varying,
-    verdict,
 )
+from tokencredit.report.comparison.verdict import verdict
 from tokencredit.report.reading import Run
 
 
@@ -218,6 +219,12 @@ def test_one_sample_twice_is_found():
 # what came out
 
 
+def came_out(runs, metric=None):
+    """The row of each setting in the table of outcomes."""
+    names, rows = outcome_cells(compare(runs, metric=metric))
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
 def test_outcomes_by_hand():
     evaluated = {"eval/reward": [None, 0.4, None, 0.3, None, None], "kl": [1.0] * 6, "length": [8.0] * 6}
     runs = [
@@ -225,25 +232,23 @@ def test_outcomes_by_hand():
         made("b", [1.0, 3, 3, 3, 3, 3], seed=2, columns=evaluated, summary={"stopped_by": "iterations"}),
         made("c", [0.5], lr=0.5),
     ]
-    names, rows = outcomes(group_runs(runs), "reward")
-    first, second = (dict(zip(names, row, strict=True)) for row in rows)
+    first, second = came_out(runs)
     assert first == {
-        "reward, first": "0.50 (0 and 1)",
-        "reward, last": "2 (1 and 3)",
-        "eval/reward, best": "0.40",
-        "kl, last": "1",
-        "length, last": "8",
+        "reward_first": "0.50 (0 and 1)",
+        "reward_last": "2 (1 and 3)",
+        "eval/reward_best": "0.40",
+        "kl_last": "1",
+        "length_last": "8",
         "seconds": "6",
         "iterations": "6",
         "stopped by": "iterations, stop.kl",
     }
-    assert (second["reward, last"], second["kl, last"], second["stopped by"]) == ("0.50", "", "not finished")
+    assert (second["reward_last"], second["kl_last"], second["stopped by"]) == ("0.50", "", "not finished")
 
 
 def test_an_outcome_says_of_how_many_runs_it_is():
     runs = [made("a", columns={"kl": [1.0, 2.0]}), made("b", seed=2)]
-    names, rows = outcomes(group_runs(runs), "reward")
-    assert dict(zip(names, rows[0], strict=True))["kl, last"] == "2 (1 of 2 runs)"
+    assert came_out(runs)[0]["kl_last"] == "2 (1 of 2 runs)"
 
 
 def test_a_rare_metric_has_its_last_number():
@@ -252,23 +257,21 @@ def test_a_rare_metric_has_its_last_number():
     audit[2], audit[5] = 0.25, 0.75
     runs = [made(f"run{seed}", [0.0] * 20, seed=seed, columns={"audit/correlation": audit}) for seed in (1, 2)]
     assert choose_metric(runs, "audit/correlation") == "audit/correlation"
-    names, ((*cells,),) = outcomes(group_runs(runs), "audit/correlation")
-    found = dict(zip(names, cells, strict=True))
-    assert found["audit/correlation, first"] == "0.25"
-    assert found["audit/correlation, last"] == "0.75"
+    (found,) = came_out(runs, "audit/correlation")
+    assert found["audit/correlation_first"] == "0.25"
+    assert found["audit/correlation_last"] == "0.75"
     line = curve(runs, "audit/correlation", "iteration")
     assert line.x.tolist() == [3, 6]
     assert line.y.middle.tolist() == [0.25, 0.75]
     assert curve(runs, "audit/correlation", "tokens").x.tolist() == [30, 60]
     near = made("near", [0.0] * 20, columns={"audit/correlation": [*audit[:-2], 0.5, 1.0]})
-    names, ((*cells,),) = outcomes(group_runs([near]), "audit/correlation")
-    assert dict(zip(names, cells, strict=True))["audit/correlation, last"] == "0.75"  # the mean of 0.5 and 1
+    assert came_out([near], "audit/correlation")[0]["audit/correlation_last"] == "0.75"  # the mean of 0.5 and 1
 
 
 def test_agents_have_their_own_outcomes():
-    names, rows = outcomes(group_runs([agent()]), "train/average_return")
-    assert dict(zip(names, rows[0], strict=True))["train/average_length, last"] == "7"
-    assert "kl, last" not in names
+    (found,) = came_out([agent()])
+    assert found["train/average_length_last"] == "7"
+    assert "kl_last" not in found
 
 
 # what cannot be compared

@@ -1,4 +1,4 @@
-"""Statistics of a comparison: groups of runs, differing settings, estimates over seeds, and the verdict."""
+"""Statistics of a comparison: groups of runs, differing settings, estimates over seeds, and their test."""
 
 from __future__ import annotations
 
@@ -39,12 +39,8 @@ SAME_SCORE = ("name", "retries", "timeout", "batch_size", "dtype")
 LABEL = 60
 """Maximum characters of a curve's name made from settings."""
 MISSING = "not set"
-NAMED = 3
-"""Most keys named in a sentence."""
 EXCHANGES = 10_000
 """Exchanges of runs between two groups in a test; it is exact if there are no more."""
-LOSSES = ("loss", "perplexity")
-"""Metrics of which less is better, with those that end in them, such as eval/loss and value_loss."""
 
 
 @dataclass(frozen=True)
@@ -263,26 +259,33 @@ def curve(runs: Sequence[Run], metric: str, axis: str, smooth: int = 1) -> Curve
     return Curve(grid, estimate(np.stack([np.interp(grid, x, y) for x, y in lines])), lines)
 
 
-def outcomes(groups: Sequence[RunGroup], metric: str) -> tuple[list[str], list[list[str]]]:
-    """The table of outcomes: column names, and a row of cells per group; columns without any number are left out."""
-    run_kind = run_kind_of(groups[0].runs[0].config)
-    measures: dict[str, Callable[[Run], float | None]] = {
-        f"{metric}, first": lambda run: next(iter(column(run, metric)), None),
-        f"{metric}, last": lambda run: last(run, metric),
-        f"{run_kind.evaluation}, best": lambda run: (min if run_kind.lower else max)(
-            column(run, run_kind.evaluation), default=None
-        ),
-        "kl, last": lambda run: final_mean(run.metrics, "kl"),
-        "attainable, last": lambda run: final_mean(run.metrics, "attainable"),
-        "log_ratio, last": lambda run: final_mean(run.metrics, "log_ratio"),
-        f"{run_kind.length}, last": lambda run: final_mean(run.metrics, run_kind.length),
+def measures(run: Run, metric: str) -> dict[str, Callable[[Run], float | None]]:
+    """Measures of a run's outcome by name, for runs of this run's kind."""
+    kind = run_kind_of(run.config)
+    best = min if kind.lower else max
+    return {
+        f"{metric}_first": lambda run: next(iter(column(run, metric)), None),
+        f"{metric}_last": lambda run: last(run, metric),
+        f"{kind.evaluation}_best": lambda run: best(column(run, kind.evaluation), default=None),
+        "kl_last": lambda run: final_mean(run.metrics, "kl"),
+        "attainable_last": lambda run: final_mean(run.metrics, "attainable"),
+        "log_ratio_last": lambda run: final_mean(run.metrics, "log_ratio"),
+        f"{kind.length}_last": lambda run: final_mean(run.metrics, kind.length),
         "seconds": lambda run: sum(column(run, "seconds")),
         "iterations": lambda run: len(run.metrics),
     }
-    table = {name: [cell(list(map(measure, group.runs))) for group in groups] for name, measure in measures.items()}
-    table = {name: cells for name, cells in table.items() if any(cells)}
-    table["stopped by"] = [", ".join(sorted({stopped_by(run) for run in group.runs})) for group in groups]
-    return list(table), [list(row) for row in zip(*table.values(), strict=True)]
+
+
+def outcomes(groups: Sequence[RunGroup], metric: str) -> dict[str, list[list[float | None]]]:
+    """Outcomes by the names of `measures`, a list per group with a number per run; measures without any are left out.
+
+    A metric that is also a measure of its own, such as `kl`, counts once.
+    """
+    table = {
+        name: [list(map(measure, group.runs)) for group in groups]
+        for name, measure in measures(groups[0].runs[0], metric).items()
+    }
+    return {name: found for name, found in table.items() if any(x is not None for numbers in found for x in numbers)}
 
 
 def stopped_by(run: Run) -> str:
@@ -301,12 +304,18 @@ def column(run: Run, metric: str) -> list[float]:
     return list(finite(row.get(metric) for row in run.metrics))
 
 
+def estimated(found: Sequence[float | None]) -> Estimate | None:
+    """The estimate of one number over runs, without those that have none; None without any."""
+    numbers = [x for x in found if x is not None]
+    return estimate(np.array(numbers, dtype=float)[:, None]) if numbers else None
+
+
 def cell(found: Sequence[float | None]) -> str:
     """A table cell over runs: the estimate, its interval or two runs' values, and how many runs have a number."""
-    numbers = [x for x in found if x is not None]
-    if not numbers:
+    result = estimated(found)
+    if result is None:
         return ""
-    result = estimate(np.array(numbers, dtype=float)[:, None])
+    numbers = [x for x in found if x is not None]
     text = two_digits(result.middle.item())
     if result.low is not None and result.high is not None:
         ends = two_digits(result.low.item()), two_digits(result.high.item())
@@ -314,61 +323,6 @@ def cell(found: Sequence[float | None]) -> str:
     elif len(set(values := [two_digits(x) for x in numbers])) > 1:
         text += f" ({' and '.join(values)})"
     return text + (f" ({len(numbers)} of {len(found)} runs)" if len(numbers) < len(found) else "")
-
-
-def verdict(groups: Sequence[RunGroup], metric: str) -> list[str]:
-    """Sentences on the two groups that end highest, a loss lowest, or on the only group; first, if rewards differ, so.
-
-    A run ends at its mean over the last iterations, a group at the interquartile mean of its runs. The interval of the
-    difference is a percentile bootstrap over the runs of each group; a rank-sum test says if it is noise.
-    """
-    ends = [(group.label, np.array([last(run, metric) for run in group.runs], dtype=float)) for group in groups]
-    word, sign = ("lower", 1) if metric.endswith(LOSSES) else ("higher", -1)
-    (first, best), *others = sorted(ends, key=lambda found: sign * float(interquartile_mean(found[1])))
-    if not others:
-        runs = f"{len(best)} run" + "s" * (len(best) > 1)
-        return [f"{metric} ends at {middle(best)} in {runs} of one setting; there is nothing to compare."]
-    second, other = others[0]
-    caution, keys = [], reward_keys(groups, metric)
-    if keys:
-        more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
-        caution = [
-            f"The runs have different rewards ({', '.join(keys[:NAMED])}{more}): the higher one is no better result. "
-            "Compare by a metric that means the same in all runs, with --metric."
-        ]
-    if not spread(best, other):
-        return [*caution, f"{first} and {second} end at the same {metric}, {middle(best)}."]
-    rest = f", the next of {len(ends)} settings" if len(ends) > 2 else ""
-    sentence = f"{first} ends at the {word} {metric}: {middle(best)}, against {middle(other)} with {second}{rest}"
-    stops = sorted({run.metrics[-1]["iteration"] for group in groups for run in group.runs})
-    apart = [f"The runs end at different iterations, {stops[0]} to {stops[-1]}."] if len(stops) > 1 else []
-    return [*caution, *compared(sentence, best, other), *apart]
-
-
-def compared(sentence: str, best: np.ndarray, other: np.ndarray) -> list[str]:
-    """The sentence with the difference of two groups, and one on its uncertainty."""
-    difference = float(spread(best, other))
-    known = f"{sentence}, a difference of {two_digits(difference)}"
-    over = f"{len(best)} and {len(other)} runs"
-    if len(best) == len(other) == 1:
-        return [f"{known}.", "There is one run per setting: other seeds may reverse the order."]
-    if too_few(len(best), len(other)):
-        return [
-            f"{known}.",
-            f"With {over} there are too few seeds to tell it from noise; take at least four per setting.",
-        ]
-    low, high = bootstrap(spread, best, other)
-    chance = rank_p(best, other)
-    noise = "more than noise" if chance <= 1 - LEVEL else "not distinguishable from noise"
-    return [
-        f"{known}, 95 % interval {two_digits(float(low))} to {two_digits(float(high))}.",
-        f"Over {over} this is {noise} (rank-sum test, p = {two_digits(chance)}).",
-    ]
-
-
-def middle(ends: np.ndarray) -> str:
-    """The interquartile mean, as text."""
-    return two_digits(float(interquartile_mean(ends)))
 
 
 def too_few(one: int, other: int) -> bool:

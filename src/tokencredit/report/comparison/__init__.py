@@ -1,0 +1,1 @@
+"""Comparison of runs: statistics, verdict, a page, figures and tables."""
