@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.proofs import proofs
-from tokencredit.audit.agreement import judge_credit, judge_critic, share_real
+from tokencredit.audit.agreement import audit_metrics, judge_credit, judge_critic, share_real
 from tokencredit.audit.truth import Truth
 
 SLOPE, OFFSET, NOISE = 0.6, 0.2, 0.5
@@ -71,6 +71,17 @@ def test_intervals_need_six_rows(rows):
     assert all(figure["value"] is not None for figure in shown)
     for figure in [*shown, *critic["reliability"]]:
         assert (figure["low"] is None, figure["high"] is None) == (rows < 6, rows < 6)
+
+
+@pytest.mark.parametrize(("noise", "rows", "known"), [(0.1, 8, True), (0.1, 5, False), (1.1, 8, False)])
+def test_a_correlation_is_a_metric_only_where_the_verdict_is_known(noise, rows, known):
+    """Of noise or few rows it may be 2.25."""
+    x = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0))
+    credit = judge_credit(truth_of(x, noise * float(x.std())), {"a": x})
+    metrics = audit_metrics(credit, None)
+    names = {f"audit/{name}" for name in ("correlation", "correlation_low", "correlation_high", "trust")}
+    assert names & metrics.keys() == (names if known else set())
+    assert (metrics["audit/noise"] > 0.5) == (noise > 1)
 
 
 def test_unknown_states_take_no_part():

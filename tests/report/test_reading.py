@@ -213,8 +213,9 @@ def test_an_audit_is_read_back_and_its_metrics_stand_in_the_row_of_its_iteration
 
 @pytest.mark.parametrize(("iteration", "row"), [(None, 2), (1, 0), (2, 1), (3, 2), (9, None), (0, None)])
 def test_the_row_of_an_audit(iteration, row):
-    rows = [{"iteration": i, "audit/trust": 0.5} for i in (1, 2, 3)]
+    rows = [{"iteration": i, "audit/trust": 0.5, "audit/bias": 0.1} for i in (1, 2, 3)]
     merged = with_audit(rows, {"iteration": iteration, "metrics": {"audit/trust": 0.25}})
+    assert ["audit/bias" in found for found in merged] == [i != row for i in range(3)], "nothing of an earlier audit"
     assert [found["audit/trust"] for found in merged] == [0.25 if i == row else 0.5 for i in range(3)]
     assert all(found["audit/trust"] == 0.5 for found in rows)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tokencredit.audit.estimates import MONTE_CARLO, TD
 from tokencredit.audit.truth import Truth
-from tokencredit.audit.verdict import MIN_ROWS, SIGNIFICANT
+from tokencredit.audit.verdict import MIN_ROWS, SIGNIFICANT, unknown
 
 RESAMPLES = 1000
 LEVEL = 0.95
@@ -259,7 +259,7 @@ def judge(truth: Truth, values: Tensor | None, advantages: Mapping[str, Tensor])
 
 
 def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics of an audit, without undefined figures.
+    """The metrics of an audit, without undefined figures, and without a correlation whose verdict is unknown.
 
     Returns:
         `audit/correlation` of the shown advantages with the true ones, with the bounds of its interval
@@ -271,12 +271,12 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
         `audit/ranking`, and `audit/value_noise`, the share of noise in the true values.
     """
     estimators, shown = credit["estimators"], credit["estimators"][credit["shown"]]
-    correlation = shown["correlation"]["value"]
+    correlation = dict.fromkeys(shown["correlation"]) if unknown(credit) else shown["correlation"]
     figures: dict[str, float | None] = {
-        "correlation": correlation,
-        "correlation_low": shown["correlation"]["low"],
-        "correlation_high": shown["correlation"]["high"],
-        "trust": share_real(correlation),
+        "correlation": correlation["value"],
+        "correlation_low": correlation["low"],
+        "correlation_high": correlation["high"],
+        "trust": share_real(correlation["value"]),
         "advantage_error": credit["error"]["value"] or None,
         "sign_agreement": shown["sign_agreement"]["value"],
         "noise": credit["noise"]["value"],

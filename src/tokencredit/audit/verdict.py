@@ -15,6 +15,12 @@ MIN_ROWS = 6
 all lie on one side of a median with probability 2^(1-n): 6 % for five, so that no such interval reaches 95 %."""
 
 
+def unknown(credit: Mapping[str, Any]) -> bool:
+    """True if an audit cannot tell how much of the credit is real: it is too noisy, or has too few rows."""
+    noise, correlation = credit["noise"]["value"], credit["estimators"][credit["shown"]]["correlation"]
+    return correlation["low"] is None or (noise is not None and noise > NOISY)
+
+
 def credit_verdict(audit: Mapping[str, Any]) -> str:
     """The share of real credit in the contents of an audit.json, or why it cannot tell; holds untrusted text."""
     credit = audit["credit"]

@@ -182,9 +182,14 @@ def read_audit(file: Path) -> dict[str, Any] | None:
 
 
 def with_audit(metrics: Sequence[Mapping[str, Any]], audit: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of metrics with an audit's merged into the row of its iteration, or the last row for the final policy.
+    """Rows of metrics with an audit's in the row of its iteration, or the last row for the final policy.
 
     An iteration without a row, such as 0 after pretraining, changes none.
     """
     number = metrics[-1]["iteration"] if audit["iteration"] is None else audit["iteration"]
-    return [{**row, **(audit["metrics"] if row["iteration"] == number else {})} for row in metrics]
+    return [
+        {name: x for name, x in row.items() if not name.startswith("audit/")} | audit["metrics"]
+        if row["iteration"] == number
+        else dict(row)
+        for row in metrics
+    ]

@@ -244,12 +244,10 @@ def _audited(metrics: Mapping[str, float]) -> str:
     correlation, low, high = (metrics.get(f"audit/correlation{end}") for end in ("", "_low", "_high"))
     explained, noise = metrics.get("audit/explained_variance"), metrics.get("audit/noise", 0.0)
     if correlation is None:
-        share = "audit: the share of real credit is unknown"
+        share = f"audit: {too_noisy(noise)}" if NOISY < noise < 1 else "audit: the share of real credit is unknown"
     else:
-        within = "without an interval" if low is None or high is None else f"95 % interval {low:.2f} to {high:.2f}"
         percent = f"{100 * metrics['audit/trust']:.0f} % of the credit is real"
-        verdict = too_noisy(noise) if noise > NOISY else percent
-        share = f"audit: {verdict} (correlation {correlation:.2f}, {within})"
+        share = f"audit: {percent} (correlation {correlation:.2f}, 95 % interval {low:.2f} to {high:.2f})"
     if explained is None:
         return share
     if metrics.get("audit/value_noise", 0.0) > NOISY:
