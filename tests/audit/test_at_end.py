@@ -34,7 +34,10 @@ def test_a_run_and_its_extension_end_with_an_audit_that_changes_nothing(any_leng
     without = text_run(tmp_path / "without", 3, audit=AuditConfig(at_end=False))
     assert not (tmp_path / "without" / "audit.json").exists()
     text_run(tmp_path / "with", 2)
-    assert "of the credit is real" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\naudit: " in shown
+    assert "of the credit is real" not in shown, "three completions have no interval"
+    assert re.search(r"audit at the end: about [\d,.]+ reward calls, [\d,.]+ tokens, \d+ s\n", shown)
     audit = tmp_path / "with" / "audit.json"
     assert json.loads(audit.read_text())["iteration"] == 2
     assert text_run(tmp_path / "with", 3, resume=True) == without
@@ -60,6 +63,27 @@ def test_a_short_run_says_that_it_has_no_audit(tmp_path, capsys):
     line = r"no audit at the end: it needs a run of \d+ s, to take less than 8 % of its time"
     assert re.search(line, capsys.readouterr().out)
     assert not (tmp_path / "run" / "audit.json").exists()
+
+
+def test_the_audit_at_the_end_keeps_its_limit_of_reward_calls(any_length, tmp_path, capsys):
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(len(completions))
+        return [float(len(text)) for text in completions]
+
+    for limit, audited in ((200, True), (20, False)):
+        calls.clear()
+        folder = tmp_path / str(limit)
+        args = text_config(folder, audit=AuditConfig(calls=limit))
+        PPOTrainer(reward_funcs=reward, args=args).train()
+        batch = args.run.iterations * args.rollout.batch_size
+        assert sum(calls) - batch <= limit
+        assert (folder / "audit.json").exists() == audited
+        if audited:
+            assert json.loads((folder / "audit.json").read_text())["calls"] == sum(calls) - batch > 0
+        else:
+            assert "no audit at the end: audit.calls is 20, and each completion needs" in capsys.readouterr().out
 
 
 def test_a_reward_that_fails_in_the_audit_leaves_the_run_as_it_is(any_length, tmp_path, capsys):

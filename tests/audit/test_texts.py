@@ -26,6 +26,7 @@ from tokencredit.settings.run_kind import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig, OptimConfig, UpdateConfig
 from tokencredit.text.audit.continuations import batch_by_position
+from tokencredit.text.audit.cost import Pace, expected
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.audit_run import audit_run
@@ -334,6 +335,42 @@ def test_a_time_limit_leaves_fewer_continuations(tmp_path):
     audit = trainer.auditor.audit(1)
     assert audit.continuations == 4
     assert 0 < audit.truth.values.isfinite().sum() < audit.batch.rollout.mask[audit.rows].sum()
+
+
+@pytest.mark.parametrize(("name", "limit"), [("calls", 60), ("tokens", 150)])
+def test_reward_calls_and_tokens_are_counted_and_stay_within_their_limits(name, limit, tmp_path):
+    scored = []
+
+    def counted(completion_ids, **_):
+        scored.extend(completion_ids)
+        return whole(completion_ids)
+
+    size = AuditConfig(every=1, completions=4, continuations=40, states=None)
+    trainer = trainer_of(tmp_path, counted, audit=replace(size, **{name: limit}))
+    audit = trainer.auditor.audit(1)
+    assert audit.cost.calls == len(scored)
+    assert audit.truth.values.isfinite().any()
+    assert limit / 2 < getattr(audit.cost, name) <= limit
+    unlimited = replace(trainer.auditor, settings=size).audit(1)
+    assert getattr(unlimited.cost, name) > limit
+    assert unlimited.cost.calls <= expected(size, 1, Pace(LENGTH, None)).calls, "some completions are shorter"
+    with pytest.raises(ConfigError, match=rf"audit.{name} is 3; it must be at least \d+, for the 4 completions whose"):
+        trainer_of(tmp_path / "few", audit=replace(size, **{name: 3}))
+
+
+def test_the_cost_of_an_audit_by_hand():
+    """4 completions of 10 tokens in groups of 2; the two audited tokens have 4 states, each with 5 continuations."""
+    size = AuditConfig(completions=4, states=2, continuations=5)
+    pace = Pace(length=10, passes=0.1, reward=1.0, prefixes=0.5)
+    assert expected(size, 2, pace) == pytest.approx((8 + 80, (8 + 40) * 10, 48 * 0.1 + 88 + 8 * 0.5))
+    assert expected(size, 2, pace, prefix_every=5).calls == 8 + 80 + 8 * 2
+    assert expected(replace(size, states=None), 2, pace).calls == 8 + 4 * 10 * 5
+    halves = {"calls": 8 + 40, "tokens": (8 + 20) * 10, "seconds": 8 * 1.6 + 40 * 1.05}
+    for limit in halves.items():
+        assert expected(replace(size, **dict([limit])), 2, pace) == pytest.approx(tuple(halves.values()))
+    rows = [{"seconds/rollout": 8.0, "seconds/reward": 16.0, "length": 12.0}] * 3
+    assert Pace.of(rows, 16, 24) == (12.0, 0.5, 1.0, 0.0)
+    assert Pace.of([], 16, 24) == (24, None, 0.0, 0.0)
 
 
 TOGETHER = """

@@ -41,6 +41,8 @@ def audit_parser() -> Parser:
         help="States per completion or episode, evenly spread: all, or a number; by default all, and 4 per episode.",
     )
     parser.add_argument("--seconds", type=POSITIVE_FLOAT, help="Time limit in seconds; by default none.")
+    parser.add_argument("--calls", type=POSITIVE_INT, help="Most texts that each reward scores; by default no limit.")
+    parser.add_argument("--tokens", type=POSITIVE_INT, help="Most tokens to sample; by default no limit.")
     return parser
 
 
@@ -72,13 +74,16 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
     settings = read_yaml(run_config_file(run))
     if isinstance(settings, dict) and run_kind_of(settings) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
+        if options.calls or options.tokens:
+            raise ConfigError("--calls and --tokens limit audits of texts; limit that of an agent with --seconds")
         require_gymnasium()
         return audit_run(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
     config = read_config(run / "config.yaml", PPOConfig, options.no_code)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    settings = AuditConfig(completions=options.completions, **{"states": None, **shared})
+    limits = {"calls": options.calls, "tokens": options.tokens}
+    settings = AuditConfig(completions=options.completions, **{"states": None, **shared, **limits})
     return audit_run(run, config, settings, options.checkpoint)
 
 

@@ -68,6 +68,8 @@ AUDIT_FILE: dict[str, Form] = {
         "an object with completions or episodes, a count",
     ),
     "continuations": NUMBER,
+    "calls?": COUNT,
+    "tokens?": COUNT,
     "credit": {
         "tokens": COUNT,
         "noise": FIGURE,

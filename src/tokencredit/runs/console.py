@@ -226,9 +226,10 @@ class Screen:
             if caution := critic_caution(critic):
                 self.say(caution)
         self.say(credit_verdict(audit))
-        self.say(f"measured in {duration(audit['seconds'])}; this run's estimator is {credit['shown']}")
+        spent = f", {audit['calls']:,} reward calls and {audit['tokens']:,} tokens" if "calls" in audit else ""
+        self.say(f"measured in {duration(audit['seconds'])}{spent}; this run's estimator is {credit['shown']}")
         if credit["tokens"] < audited_rows(audit["settings"]):  # without a time limit each has at least one
-            self.say("the time limit was too short to measure the credit: raise --seconds")
+            self.say("a limit was too low to measure the credit: raise --seconds, --calls or --tokens")
 
     def findings(self, findings: Sequence[Finding]) -> None:
         """Show the findings on a run, most important first."""

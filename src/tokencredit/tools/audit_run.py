@@ -9,6 +9,7 @@ from typing import Any
 from tokencredit.distributed.processes import Processes, threads
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
+from tokencredit.report.reading import read_run
 from tokencredit.runs.folder import read_python
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import at_iteration
@@ -62,7 +63,8 @@ def _audit_completions(run: Path, config: PPOConfig, settings: AuditConfig, chec
         number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
         load(trainer, state, set())
         assert trainer.auditor is not None
-        return trainer.auditor.record(number, settings, trainer.tokenizer)
+        rows = read_run(run, samples=False).metrics
+        return trainer.auditor.record(number, settings, trainer.tokenizer, rows, trainer.record.screen.say)
 
 
 def _audit_agent(

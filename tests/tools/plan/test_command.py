@@ -118,6 +118,19 @@ def test_the_time_of_all_iterations_is_that_of_one_times_their_number(plan):
     assert "the run does not fit" in next(show.totals(replace(plan, seconds=None, memory=1.0)))
 
 
+def test_audits_are_planned(plan):
+    """A run of 3 iterations of 100 s has 21 s for the one at the end, of texts that are fast to sample."""
+    work = work_of({"audit.every": 2, "audit.calls": 100})
+    plan = replace(plan, work=work, seconds={"rollout": 0.1, "reference": 0.1, "update": 99.8})
+    in_training, at_end = (line for line in show.totals(plan) if line.startswith("audit"))
+    assert in_training.startswith("audit     every 2 iterations: about 100 reward calls, ")
+    assert at_end.startswith("audit     at the end: about 100 reward calls, ")
+    assert at_end.endswith(" s, without the time of the reward")
+    assert plan.audits["at the end"].seconds <= 21
+    assert plan.as_json()["audits"].keys() == {"every 2 iterations", "at the end"}
+    assert "at the end" not in replace(plan, seconds={"rollout": 1.0, "reference": 0.0, "update": 3.0}).audits
+
+
 def test_disk_holds_checkpoints_and_policies(plan):
     def disk(settings):
         return replace(plan, work=work_of(settings)).disk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,18 +21,16 @@ from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.loop import audit_at_end
 from tokencredit.runs.recorder import RunRecord
-from tokencredit.runs.summary import WINDOW, History, Summary, mean
-from tokencredit.settings.training import AuditConfig, AuditSettings
+from tokencredit.runs.summary import History, Summary
+from tokencredit.settings.training import AuditConfig
 from tokencredit.text.audit.continuations import Continuations, States, run_in_all, states_of
+from tokencredit.text.audit.cost import AT_END, PLANNED, Cost, Meter, Pace, expected
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
+from tokencredit.text.data.prefixes import scoring
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch
 
-AT_END = AuditSettings(continuations=32, states=4)
-"""Most continuations and the states of an audit at the end of a run, within its time."""
-PLANNED = 8
-"""Continuations per state for which the number of completions of such an audit leaves time."""
 GROUP = 8
 """Group size of group estimators in an audit on request of a run with one completion per prompt."""
 
@@ -51,16 +49,20 @@ class Audit:
     """Advantages by the estimator's label; the first is the run's own."""
     continuations: float
     """Mean number of continuations per state."""
-    seconds: float
+    cost: Cost
+    """Of this process."""
 
     def judge(self, processes: Processes) -> dict[str, Any]:
-        """The findings of `audit.agreement` on the completions of all processes: `critic`, `credit` and `metrics`."""
+        """The findings of `audit.agreement` on the completions of all processes, `critic`, `credit` and `metrics`, and
+        their reward `calls` and `tokens`."""
         truth, labels = vars(self.truth), list(self.advantages)
         own = [*truth.values(), *self.advantages.values(), *([] if self.values is None else [self.values])]
         parts = iter(gather(processes, own))
         gathered = Truth(**{name: next(parts) for name in truth})
         advantages = {label: next(parts) for label in labels}
-        return judge(gathered, next(parts, None), advantages)
+        counts = torch.tensor([self.cost.calls, self.cost.tokens], dtype=torch.float64, device=processes.device)
+        calls, tokens = map(int, processes.sum(counts).tolist())
+        return judge(gathered, next(parts, None), advantages) | {"calls": calls, "tokens": tokens}
 
     def samples(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
         """This process's completions as records for samples.jsonl, with the true values of each token."""
@@ -73,7 +75,7 @@ class Audit:
             "iteration": number,
             "settings": {name: getattr(settings, name) for name in ("completions", "continuations", "states")},
             "continuations": self.continuations,
-            "seconds": self.seconds,
+            "seconds": self.cost.seconds,
             "samples": [{"iteration": number, **sample} for sample in self.samples(tokenizer)],
         }
 
@@ -91,6 +93,15 @@ class CompletionAuditor:
     group: int = 1
     """Minimum group size of group estimators; the first completion of each group is audited."""
 
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for limits that exclude the audits of training."""
+        if self.settings.every:
+            self._meter()
+
+    def _meter(self) -> Meter:
+        rollout = self.credit.args.rollout
+        return Meter(self.settings, self.pipeline, max(self.group, rollout.per_prompt), rollout.max_new_tokens)
+
     @isolated()  # a reward may draw from the global generators
     def audit(self, number: int) -> Audit:
         """Audit fresh completions; each iteration `number` has its own.
@@ -102,11 +113,12 @@ class CompletionAuditor:
             RewardError: a reward could not be computed.
         """
         # Fresh completions in whole groups, seeded by the iteration and the process.
-        started, args, processes = time.perf_counter(), self.credit.args, self.pipeline.processes
+        args, processes, meter = self.credit.args, self.pipeline.processes, self._meter()
         group = max(self.group, args.rollout.per_prompt)
         place = number * processes.count + processes.rank
         random = generator(STREAM, args.seed, place)
         scored = self._collect(place, group, random)
+        meter.tokens = int(scored.rollout.mask.sum())
         # Their credit, by a copy of the run's: its running means stay as they are. The configuration's check requires
         # a batch size divisible by the group size.
         groups = replace(args.rollout, per_prompt=group, batch_size=group * args.rollout.batch_size)
@@ -121,7 +133,7 @@ class CompletionAuditor:
         most = args.rollout.batch_size // processes.count
         sampler = Continuations.of(self.pipeline, credit, scored, random, most)
         with self.pipeline.held():
-            run_in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, started))
+            run_in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, meter))
         lengths = scored.rollout.mask.sum(1).cpu()[rows]
         last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
         values = batch.rollout.values
@@ -132,14 +144,26 @@ class CompletionAuditor:
             None if values is None else values.cpu()[rows],
             {label: x.cpu()[rows] for label, x in self._estimates(credit, batch, scale, group)},
             float(returns.counts[returns.counts > 0].mean()),
-            time.perf_counter() - started,
+            Cost(meter.calls, meter.tokens, time.perf_counter() - meter.started),
         )
 
-    def record(self, number: int, settings: AuditConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """An audit of this size as audit.json holds it; raises as `audit`, `RunStopped` for an unusable batch."""
+    def record(
+        self,
+        number: int,
+        settings: AuditConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Mapping[str, Any]],
+        say: Callable[[str], None],
+    ) -> dict[str, Any]:
+        """An audit of this size as audit.json holds it; `say` is called with its cost, by the run's rows of metrics.
+
+        Raises as `audit`, and `RunStopped` for an unusable batch.
+        """
         group = GROUP if self.credit.args.rollout.per_prompt == 1 else self.group
+        auditor = replace(self, settings=settings, group=group)
+        say(f"this audit: about {auditor.expected(rows)}")
         try:
-            audit = replace(self, settings=settings, group=group).audit(number)
+            audit = auditor.audit(number)
         except UnusableBatch as error:
             raise RunStopped(str(error)) from error
         return audit.record(number, settings, tokenizer) | audit.judge(self.pipeline.processes)
@@ -150,32 +174,42 @@ class CompletionAuditor:
         """Audit the policy as it is now, of all states by default: writes, shows and returns the audit."""
         if not record.history:
             raise ConfigError("there is nothing to audit: no iteration is done")
-        audit = self.record(len(record.history), settings or replace(self.settings, states=None), tokenizer)
+        size = settings or replace(self.settings, states=None)
+        audit = self.record(len(record.history), size, tokenizer, record.history, record.screen.say)
         if record.main:
             record.folder.write_json(AUDIT, audit)
             record.screen.audit(audit)
         return audit
 
     def cost(self, history: History) -> float:
-        """Seconds per completion of an audit at the end, by the time that the run's last iterations took to sample and
-        score theirs: a continuation is half as long as a completion, and each state is followed by another.
-
-        Raises `ConfigError` if this run cannot be audited.
-        """
+        """Seconds per completion of an audit at the end; raises `ConfigError` if this run cannot be audited."""
         if self.credit.args.sharding.sampling == "layers":
             raise ConfigError("each process samples continuations of its own; set sharding.sampling: gathered")
-        stages = ("rollout", "reference", "reward", "prefixes")
-        seconds = sum(mean(history.column(f"seconds/{stage}")[-WINDOW:]) or 0.0 for stage in stages)
-        rollout = self.credit.args.rollout
-        sampled = max(self.group, rollout.per_prompt) + (AT_END.states or 0) * PLANNED
-        return seconds / rollout.batch_size * sampled
+        return self._each(history).seconds or 0.0
+
+    def _each(self, history: History) -> Cost:
+        """The planned cost per completion of an audit at the end."""
+        return replace(self, settings=PLANNED).expected(history, completions=1)
+
+    def expected(self, rows: Sequence[Mapping[str, Any]], completions: int | None = None) -> Cost:
+        """The work of an audit, or of one of so many `completions`, by the last of a run's rows of metrics."""
+        rollout, pipeline = self.credit.args.rollout, self.pipeline
+        pace = Pace.of(rows, rollout.batch_size, rollout.max_new_tokens)
+        every = pipeline.prefix_every if scoring(pipeline.terms) else 0
+        return expected(self.settings, max(self.group, rollout.per_prompt), pace, every, completions)
 
     def at_end(self, summary: Summary, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase) -> None:
         """Audit the final policy, as `runs.loop.audit_at_end` allows."""
 
         def audit(completions: int, seconds: float) -> dict[str, Any]:
-            size = AuditConfig(0, AT_END.continuations, AT_END.states, seconds, completions=completions)
+            each = self._each(record.history)
+            limits = {name: getattr(self.settings, name) for name in ("calls", "tokens")}
+            for name, limit in limits.items():
+                if limit is not None and (completions := min(completions, int(limit / getattr(each, name)))) < 2:
+                    raise ConfigError(f"audit.{name} is {limit}, and each completion needs {getattr(each, name):.0f}")
+            size = AuditConfig(0, AT_END.continuations, AT_END.states, seconds, completions=completions, **limits)
             auditor = replace(self, settings=size)
+            record.screen.say(f"audit at the end: about {auditor.expected(record.history)}")
             try:
                 return auditor._staged(summary.iterations, stages, tokenizer)
             except UnusableBatch as error:
@@ -187,6 +221,8 @@ class CompletionAuditor:
         self, number: int, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase
     ) -> dict[str, float]:
         """Audit while training: writes audit.json, returns metrics; none if a number is not finite."""
+        if number == self.settings.every:
+            record.screen.say(f"each audit: about {self.expected(record.history)}")
         try:
             audit = self._staged(number, stages, tokenizer)
         except (UnusableBatch, EngineLost) as error:
@@ -213,19 +249,17 @@ class CompletionAuditor:
         prompts, bootstrap = self.prompts.batch(place * count, count, group), args.advantage.bootstrap
         return self.pipeline.collect(prompts, args.rollout, uniforms, group, values=True, bootstrap=bootstrap)
 
-    def _sample(self, returns: Returns, sampler: Continuations, scored: Batch, rows: Tensor, started: float) -> None:
-        """Sample continuations into `returns` up to the configured number or time limit."""
-        seconds, random = self.settings.seconds, sampler.generator
+    def _sample(self, returns: Returns, sampler: Continuations, scored: Batch, rows: Tensor, meter: Meter) -> None:
+        """Sample continuations into `returns` up to the configured number or limit."""
+        random = sampler.generator
         # Independent positions for each row; shared ones would correlate rows, which the confidence intervals exclude.
         lengths = scored.rollout.mask.sum(1).cpu()[rows].tolist()
         positions = [around(spread(length, self.settings.states, random), length) for length in lengths]
-        states, number = states_of(positions), 0
-        for count in rounds(self.settings.continuations, limited=seconds is not None):
-            for part in sampler.returns(scored, States(rows[states.rows], states.at), count):
+        states = states_of(positions)
+        for count in rounds(self.settings.continuations, limited=meter.limited):
+            for part in sampler.returns(scored, States(rows[states.rows], states.at), count, meter.allows):
                 returns.add(torch.searchsorted(rows, part.states.rows), part.states.at, part.values, part.actions)
-                number += 1
-                if seconds is not None and number > 1 and time.perf_counter() > started + seconds:
-                    return
+                meter.tokens += part.tokens
 
     def _estimates(self, credit: Credit, scored: Batch, scale: ScoreScale, group: int) -> Iterator[tuple[str, Tensor]]:
         """Label and unwhitened advantages of each estimator."""

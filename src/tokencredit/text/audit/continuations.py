@@ -81,8 +81,13 @@ class Continuations:
         alone.load_state_dict(credit.state_dict())
         return cls(replace(pipeline, processes=pipeline.processes.alone()), alone, scale, generator, most)
 
-    def returns(self, scored: Batch, states: States, count: int) -> Iterator[Continued]:
-        """Sample `count` continuations from each of these states; yields their returns, batched by position."""
+    def returns(
+        self, scored: Batch, states: States, count: int, allows: Callable[[Tensor, int], bool]
+    ) -> Iterator[Continued]:
+        """Sample `count` continuations from each of these states; yields their returns, batched by position.
+
+        Ends before the first batch that `allows`, of its states' positions and the count, refuses.
+        """
         # Some models count left padding towards their context.
         longest = max_prompt_length(self.pipeline.policy.lm, self.credit.args.rollout.max_new_tokens)
         max_distance = None if longest is None else longest - scored.rollout.prompt_ids.shape[1]
@@ -90,6 +95,8 @@ class Continuations:
         # In random order, so that an audit that runs out of time has sampled all positions alike.
         for i in torch.randperm(len(parts), generator=self.generator).tolist():
             part = States(states.rows[parts[i]], states.at[parts[i]])
+            if not allows(part.at, count):
+                return
             sampled = self._sample(scored, part, count)
             returns = self.credit.returns(sampled, self.scale).cpu().unflatten(0, (-1, count))
             before, at = (x.clamp(min=0).view(-1, 1, 1).expand(-1, count, 1) for x in (part.at - 1, part.at))

@@ -70,6 +70,8 @@ class Term:
     """Timeout of a call in seconds; None for no timeout."""
     prefix: bool = False
     """True if the function may score unfinished completions, for the values of their states."""
+    scored: int = field(default=0, compare=False)
+    """Texts that it has scored, prefixes included."""
 
 
 def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T]) -> Callable[[], T]:

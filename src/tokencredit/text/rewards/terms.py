@@ -203,6 +203,8 @@ def score(
     arguments, read = _call_arguments(prompts, completions, columns, lengths, finite)
     pending = started or {}
     calls = [pending.get(term.name) or start_call(term, arguments, partial(read, term.name)) for term in terms]
+    for term in terms:
+        term.scored += len(completions)
     values = {term.name: call() for term, call in zip(terms, calls, strict=True)}
     if some and not any(value is not None for column in values.values() for value in column):
         raise RewardError(f"no reward term scored any completion: {', '.join(values)} returned None for all of them")

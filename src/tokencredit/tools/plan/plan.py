@@ -8,13 +8,16 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tokencredit.errors import ConfigError
+from tokencredit.runs.loop import AUDIT_ROWS, AUDIT_SHARE, MIN_AUDITED
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.audit.cost import AT_END, PLANNED, Cost, Pace, expected
 from tokencredit.tools.plan.duration import estimate
 from tokencredit.tools.plan.memory import Sizes, measure
 from tokencredit.tools.plan.work import Work, plan_work, this_device
@@ -79,6 +82,26 @@ class Plan:
         sizes = {"checkpoints": checkpoints * self.sizes.checkpoint, "policy": self.sizes.saved}
         return sizes | ({"best": self.sizes.saved} if best else {})
 
+    @property
+    def audits(self) -> dict[str, Cost]:
+        """The work of each audit in training and of that at the end, without the reward's own time."""
+        config, seconds, audits = self.work.config, self.seconds, dict[str, Cost]()
+        rollout, settings = config.rollout, config.audit
+        sampled = None if seconds is None else (seconds["rollout"] + seconds.get("reference", 0.0)) / rollout.batch_size
+        cost = partial(expected, group=rollout.per_prompt, pace=Pace(self.work.mean.new, sampled))
+        if settings.every:
+            audits[f"every {settings.every} iterations"] = cost(settings)
+        total = None if seconds is None else config.run.iterations * sum(seconds.values())
+        each = cost(PLANNED, completions=1)
+        rows, budget = AUDIT_ROWS[1], None
+        if total is not None and each.seconds is not None:
+            budget = AUDIT_SHARE * total
+            rows = min(rows, int(budget / each.seconds))
+        if settings.at_end and rows >= AUDIT_ROWS[0] and (total is None or total >= MIN_AUDITED):
+            size = replace(PLANNED, continuations=AT_END.continuations, seconds=budget)
+            audits["at the end"] = cost(replace(size, calls=settings.calls, tokens=settings.tokens), completions=rows)
+        return audits
+
     def as_json(self) -> dict[str, Any]:
         """The plan in plain values."""
         values = {name: getattr(self, name) for name in ("peaks", "fits", "cards", "disk", "seconds")}
@@ -88,6 +111,7 @@ class Plan:
             "memory": {"libraries": self.libraries, **self.sizes.parts},
             "peak": {"bytes": self.peak[1], "at": self.peak[0]},
             "tokens": self.work.sampled,
+            "audits": {when: cost._asdict() for when, cost in self.audits.items()},
             "machine": {"device": self.work.device, "memory": self.memory},
         }
 

@@ -68,6 +68,8 @@ def totals(plan: Plan) -> Iterator[str]:
     elif not plan.fits or plan.work.device != this_device():
         reason = f"this machine has no {plan.work.device} device" if plan.fits else "the run does not fit"
         yield f"time      not estimated: {reason}"
+    for when, cost in plan.audits.items():
+        yield f"audit     {when}: about {cost}, without the time of the reward"
     sizes = ", ".join(f"{name} {gigabytes(size)}" for name, size in plan.disk.items())
     yield f"disk      {gigabytes(sum(plan.disk.values()))}: {sizes}"
     yield from (f"assumed   {line}" for line in plan.work.assumptions)
