@@ -89,7 +89,7 @@ def test_a_policy_gradient_step_is_the_gradient_of_log_probability_times_advanta
     )
     trainer = ControlTrainer(args)
     rollout = trainer.collector.collect(16)
-    advantages, returns = rollout.credit(trainer.args.advantage)
+    advantages, returns = rollout.credit(trainer.args.advantage, trainer.agent)
     logprobs = trainer.agent.distribution.logprobs(trainer.agent.outputs(rollout.observations), rollout.actions)
     loss = -(logprobs * advantages)[rollout.mask].mean()
     expected = torch.autograd.grad(loss, list(trainer.agent.parameters()))
@@ -147,7 +147,7 @@ def test_an_update_is_that_of_stable_baselines3(env, tmp_path):
 
     rollout = trainer.collector.collect(steps)
     acted = rollout.mask[0]
-    advantages, returns = rollout.credit(trainer.args.advantage)
+    advantages, returns = rollout.credit(trainer.args.advantage, trainer.agent)
     buffer = theirs.rollout_buffer
     buffer.buffer_size = int(acted.sum())  # the steps that reset are none of theirs
     buffer.reset()
@@ -277,7 +277,7 @@ def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_b
         args = small(tmp_path / str(epochs), algorithm="policy_gradient", critic=critic, **changes)
         trainer = ControlTrainer(args)
         rollout = trainer.collector.collect(16)
-        advantages, returns = rollout.credit(trainer.args.advantage)
+        advantages, returns = rollout.credit(trainer.args.advantage, trainer.agent)
         metrics = trainer.update(1, rollout.experience(advantages, returns))
         assert metrics["steps"] == 1
         assert metrics.get("critic_steps", 0) == epochs

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tokencredit.core.advantages import estimate
 from tokencredit.core.estimator_table import ESTIMATORS
+from tokencredit.core.estimators import estimate
 from tokencredit.core.logprobs import token_loss, token_stats
 from tokencredit.core.losses import ratio_stats, reduction_count, token_weights
 from tokencredit.core.masked import explained_variance, masked_mean, moments, whiten

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from helpers.episodes import episode, grid
-from tokencredit.core import advantages
+from tokencredit.core.advantages import gae
+from tokencredit.core.estimators import estimate
 from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 
@@ -47,7 +48,7 @@ def test_observations_are_stepped_over_as_core_does(bootstrap):
         last = torch.arange(9) == 8
         where |= {"truncated": last[None], "bootstrap": torch.full((1, 9), bootstrap, dtype=torch.float64)}
     rewards, values = (torch.tensor([sample[name]], dtype=torch.float64) for name in ("rewards", "values"))
-    expected, _ = advantages.gae(rewards, values, gamma=0.9, lam=0.5, **where)
+    expected, _ = gae(rewards, values, gamma=0.9, lam=0.5, **where)
     assert what_if(sample, gamma=0.9)["gae, λ = 0.5"] == pytest.approx(expected[where["mask"]].tolist())
 
 
@@ -80,7 +81,7 @@ def test_random_episodes_are_credited_as_by_core_with_a_mask(seed):
     ends[0, [turn["end"] - 1 for turn in sample["turns"] if turn["role"] == "assistant"]] = True
     rewards, values = (torch.tensor([sample[name]], dtype=torch.float64) for name in ("rewards", "values"))
     options = {"gamma": 0.9, "lam": 0.5}
-    by_token, _ = advantages.estimate("gae", rewards, values, options=options, mask=mask)
+    by_token, _ = estimate("gae", rewards, values, options=options, mask=mask)
     by_turn, _ = estimate_by_turn("gae", rewards, values, turns=Turns.of(mask, ends), options=options)
     assert what_if(sample, gamma=0.9)["gae, λ = 0.5"] == pytest.approx(by_token[mask].tolist())
     assert what_if(sample, gamma=0.9, by_turn=True)["gae, λ = 0.5"] == pytest.approx(by_turn[mask].tolist())

@@ -110,7 +110,7 @@ FOREIGN = [
     (
         PPOConfig,
         "advantage.k",
-        "advantage has estimator, gamma, lam, lam_returns, alpha, n, whiten, scale",
+        "advantage has estimator, kwargs, gamma, lam, lam_returns, alpha, n, whiten, scale",
     ),
     (PPOConfig, "eval.batch_size", "eval has every, samples, best_of, max_new_tokens, temperature, text"),
     (PPOConfig, "early", "see --print_config for all keys"),

@@ -52,7 +52,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "text",
         {"critic.prefix_every": 2, "critic.kind": "none", "advantage.estimator": "uniform"},
         "critic.prefix_every",
-        "with critic.kind: none",
+        "without advantage.estimator: own and with critic.kind: none",
     ),
     *[
         (run_kind, {f"audit.{key}": value}, f"audit.{key}", "without audit.every")
@@ -107,6 +107,8 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("n", 3, "n_step"),
         ]
     ],
+    ("text", {"advantage.kwargs": {"tau": 1.0}}, "advantage.kwargs", "without advantage.estimator: own"),
+    ("control", {"advantage.kwargs": {"tau": 1.0}}, "advantage.kwargs", "without advantage.estimator: own"),
     ("text", {"advantage.scale": False}, "advantage.scale", "without advantage.estimator: group_relative"),
     (
         "text",
@@ -394,8 +396,9 @@ def test_every_need_names_settings_and_choices_that_there_are(run_kind):
 
 def choices(kind, key):
     group, _, name = key.partition(".")
-    hint = get_type_hints(kind)[group]
-    return get_args(hint) if not name else choices(hint, name)
+    hint = get_type_hints(kind, include_extras=True)[group]
+    options = [value for option in get_args(hint) for value in get_args(option) or [option]]
+    return options if not name else choices(hint, name)
 
 
 def test_a_default_passes_whatever_it_stands_beside():

@@ -11,7 +11,8 @@ from helpers.configs import text_config
 from helpers.files import read_jsonl, read_metrics
 from helpers.models import changed_weights, copy_weights
 from helpers.rewards import vowels
-from tokencredit.core.advantages import ESTIMATORS, estimate
+from tokencredit.core.estimator_table import ESTIMATORS
+from tokencredit.core.estimators import estimate
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import RunStopped
 from tokencredit.report import page

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tokencredit.core.estimator_table import ESTIMATORS
+from tokencredit.core.estimator_table import ESTIMATORS, Estimator, EstimatorFunction
+from tokencredit.settings.parts import name_of
 
 LAMBDAS = (0.5, 0.9, 0.95)
 TD, MONTE_CARLO = "td (gae, λ = 0)", "monte_carlo (gae, λ = 1)"
@@ -15,23 +16,30 @@ TD, MONTE_CARLO = "td (gae, λ = 0)", "monte_carlo (gae, λ = 1)"
 class Variant(NamedTuple):
     """An estimator with its settings."""
 
-    name: str
+    name: str | EstimatorFunction
     options: Mapping[str, Any]
     critic: bool = True
     """Uses the critic's values."""
 
 
-def label(name: str, options: Mapping[str, Any]) -> str:
-    """Label of a variant in tables, such as `gae, λ = 0.95`."""
+def label(name: str | EstimatorFunction, options: Mapping[str, Any]) -> str:
+    """Label of a variant in tables, such as `gae, λ = 0.95`, or `my_gae (my_estimators.py), λ = 0.95`."""
     if name in ("gae", "td", "monte_carlo"):
         lam = {"td": 0.0, "monte_carlo": 1.0}[name] if name != "gae" else float(options["lam"])
         return {0.0: TD, 1.0: MONTE_CARLO}.get(lam, f"gae, λ = {lam:.3g}")
     shown = {"lam": "λ", "alpha": "α", "n": "n"}
-    settings = [f"{shown[key]} = {options[key]:g}" for key in ESTIMATORS[name].settings if key in shown]
-    return ", ".join([name, *settings])
+    settings = [f"{shown[key]} = {options[key]:g}" for key in spec_of(name).settings if key in shown]
+    return ", ".join([name if isinstance(name, str) else name_of(name), *settings])
 
 
-def variants(name: str, options: Mapping[str, Any], *, values: bool, texts: bool, groups: bool) -> dict[str, Variant]:
+def spec_of(name: str | EstimatorFunction) -> Estimator:
+    """The inputs of an estimator."""
+    return ESTIMATORS[name] if isinstance(name, str) else Estimator.of(name)
+
+
+def variants(
+    name: str | EstimatorFunction, options: Mapping[str, Any], *, values: bool, texts: bool, groups: bool
+) -> dict[str, Variant]:
     """All estimators by label; the first is the run's own, `name` with its `options`.
 
     `values`: the run has a critic; `texts`: rows have one score each, as critic-free estimators need; `groups`: the
@@ -47,6 +55,6 @@ def variants(name: str, options: Mapping[str, Any], *, values: bool, texts: bool
         listed += [Variant(other, options, critic=False) for other in ("group_relative", "leave_one_out")]
     by_label: dict[str, Variant] = {}
     for variant in listed:
-        if values or ESTIMATORS[variant.name].critic != "required":
+        if values or spec_of(variant.name).critic != "required":
             by_label.setdefault(label(variant.name, variant.options), variant)
     return by_label

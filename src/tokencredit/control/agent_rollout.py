@@ -15,7 +15,7 @@ from torch import Tensor
 from tokencredit.control.agent import Agent
 from tokencredit.control.environment_wrappers import environment_errors
 from tokencredit.control.vector_environments import merged_envs, restore_envs, save_envs
-from tokencredit.core.advantages import estimate
+from tokencredit.core.estimators import estimate
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import RunStopped
 from tokencredit.learn.experience import Experience
@@ -53,13 +53,21 @@ class AgentRollout:
     episodes: list[tuple[float, int]]
     """Return and length, before any normalisation, of each episode that ended."""
 
-    def credit(self, args: AdvantageSettings) -> tuple[Tensor, Tensor]:
-        """Advantages and returns, `[copies, time]`; bootstraps truncated episodes, not terminated ones."""
+    def credit(self, args: AdvantageSettings, agent: Agent) -> tuple[Tensor, Tensor]:
+        """Advantages and returns, `[copies, time]`; bootstraps truncated episodes, not terminated ones.
+
+        The agent is the one that acted, for an estimator that reads its entropy.
+        """
+        inputs: dict[str, Tensor | None] = {"logprobs": self.logprobs}
+        if "entropy" in args.reads().inputs:
+            with torch.no_grad():
+                inputs["entropy"] = agent.distribution.entropy(agent.outputs(self.observations))
         return estimate(
             args.estimator,
             self.rewards,
             self.values,
             options=args.options(),
+            inputs=inputs,
             mask=self.mask,
             terminated=self.terminated,
             truncated=self.truncated,

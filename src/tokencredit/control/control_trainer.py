@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,10 +40,14 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import AgentConfig, ControlConfig
 from tokencredit.settings.fields import require_config
-from tokencredit.settings.run_kind import CONTROL
+from tokencredit.settings.run_kind import CONTROL, own_parts
+from tokencredit.user_code.parts import load_estimator
+from tokencredit.user_code.user_objects import source_digest
 
 EPISODES = 100
 """Number of recent training episodes averaged in train/average_return."""
+AGENT_INPUTS = ("logprobs", "entropy")
+"""Inputs of an agent's estimator besides those that every run has."""
 EVALUATION_SEED = 10_000
 """Added to the run's seed, so that evaluation episodes differ from training episodes."""
 
@@ -54,11 +58,16 @@ class ControlTrainer:
     def __init__(self, args: ControlConfig | None = None):
         """Make environments, agent and optimizer; raises `ConfigError` for what cannot be used."""
         self.args = args = require_config(args, ControlConfig)
+        self.advantage = load_estimator(args.advantage, AGENT_INPUTS)
+        loaded = replace(args, advantage=self.advantage)
         processes = Processes(args.run.timeout)
         several = processes if processes.count > 1 else None
         if several:
             refuse_unsplit(args, several)
         self.record = RunRecord(args.run, processes, CONTROL)
+        own = own_parts(args)
+        self.record.from_python = [key for key, part in own.items() if not isinstance(part, str)]
+        self.record.sources = {key: digest for key, part in own.items() if (digest := source_digest(part))}
         with isolated(), threads(args.threads), expected_warnings(args.env):
             torch.manual_seed(args.seed)
             copies, stack = args.env.number // processes.count, args.agent.observations()
@@ -68,7 +77,7 @@ class ControlTrainer:
             if args.eval.videos:
                 check_videos(args)
             self.player = Player(args, self.agent, self.envs, self.record.signals.overdue)
-            self.auditor = AgentAuditor(args, self.agent, self.envs)
+            self.auditor = AgentAuditor(loaded, self.agent, self.envs)
             self.learner = build_learner(args, self.agent, processes)
             self.collector = Collector(self.envs, self.agent, args.seed, several)
             self.rng = torch_state()
@@ -158,7 +167,7 @@ class ControlTrainer:
 
     def give_credit(self, rollout: AgentRollout) -> tuple[Experience, dict[str, float]]:
         """The experience, with one row per transition, and metrics of its credit."""
-        advantages, returns = rollout.credit(self.args.advantage)
+        advantages, returns = rollout.credit(self.advantage, self.agent)
         _, mean, variance = moments(advantages, rollout.mask, self.reduce)
         metrics = {"advantage_mean": float(mean), "advantage_std": float(variance.sqrt())}
         if rollout.values is not None:

@@ -1,12 +1,15 @@
 """The mathematics of PPO: tensors in, tensors out; no models, files, configuration or global state.
 
 The package re-exports the public functions and classes of its modules, such as `core.gae`. It imports them on first
-use, so that the settings can read `core.estimator_table` without importing torch.
+use, so that the settings can read `core.estimator_table` without importing torch. The flat names of estimators are
+those of that table.
 """
 # ruff: noqa: F403
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from tokencredit.core.estimator_table import ESTIMATORS
 
 if TYPE_CHECKING:
     from tokencredit.core.advantages import *
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from tokencredit.core.critic_free import *
     from tokencredit.core.episodes import *
     from tokencredit.core.estimator_table import *
+    from tokencredit.core.estimators import *
     from tokencredit.core.kl_limit import *
     from tokencredit.core.logprobs import *
     from tokencredit.core.losses import *
@@ -25,12 +29,11 @@ if TYPE_CHECKING:
     from tokencredit.core.vocab_projection import *
 
 _NAMES = {
-    "advantages": "decoupled_gae estimate gae length_adaptive_gae monte_carlo n_step td",
     "argument_checks": "empty_rows refuse_foreign require_acted require_choice require_finite require_flags "
     "require_fraction require_not_negative require_positive require_rows require_shape require_tensors",
-    "critic_free": "group_relative leave_one_out reward_to_go total_return uniform",
     "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
-    "estimator_table": "ESTIMATORS Estimator",
+    "estimator_table": "ESTIMATORS Estimator parameters_of",
+    "estimators": "estimate",
     "kl_limit": "Attainable attainable",
     "logprobs": "token_kl token_logprobs token_loss token_stats truncated_logprobs",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
@@ -46,6 +49,7 @@ _NAMES = {
 }
 """Public names by module."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES |= {name: spec.module for name, spec in ESTIMATORS.items()}
 
 __all__ = sorted(_MODULES)
 

@@ -2,7 +2,7 @@
 
 Every estimator, here and in `critic_free`, takes rewards and values [batch, time], a mask and the episode flags, and
 returns `(advantages, returns)` of the same shape: how much better each acted step turned out than the critic expected,
-and the critic's regression target. `estimate` calls any of them by name. All of them share these conventions:
+and the critic's regression target. `estimators.estimate` calls any of them by name. They share these conventions:
 
 - `values[t]` is the value of the state before step t, `rewards[t]` the reward of step t.
 - Steps where `mask` is false are skipped: no discounting, no reward. Their contents are ignored and the outputs are 0
@@ -13,17 +13,14 @@ and the critic's regression target. `estimate` calls any of them by name. All of
 - Results are in float32 at least and carry no gradient.
 """
 
-from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tokencredit.core import critic_free
-from tokencredit.core.argument_checks import refuse_foreign, require_choice, require_fraction, require_positive
+from tokencredit.core.argument_checks import refuse_foreign, require_fraction, require_positive
 from tokencredit.core.episodes import EpisodeBounds, Steps, prepare_steps, reverse_scan
-from tokencredit.core.estimator_table import ESTIMATORS
 
 
 @refuse_foreign
@@ -175,49 +172,6 @@ def length_adaptive_gae(
     steps = prepare_steps(rewards, values, **where)
     lam = (1 - 1 / (alpha * steps.lengths.to(steps.rewards.dtype))).clamp(min=0.0)
     return _decoupled(steps, gamma, lam, lam_returns)
-
-
-FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    name: globals().get(name) or getattr(critic_free, name) for name in ESTIMATORS
-}
-"""The functions behind `core.estimator_table.ESTIMATORS`."""
-
-
-def estimate(
-    name: str, rewards: Tensor, values: Tensor | None = None, *, options: dict[str, Any], **where: Unpack[EpisodeBounds]
-) -> tuple[Tensor, Tensor]:
-    """Call the estimator `name` with the subset of `options` that it accepts.
-
-    A config may therefore hold the options of all estimators at once: `gae` reads `lam`, `td` ignores it.
-
-    Args:
-        name: a key of `ESTIMATORS`.
-        rewards: [batch, time].
-        values: [batch, time]; None if the estimator needs no critic.
-        options: `gamma`, `lam`, `n`, `lam_returns`, `alpha`, `baseline`, `group_size`, `scale`.
-        where: as in `gae`.
-
-    Returns:
-        Advantages and returns of that estimator.
-
-    Raises:
-        ValueError: unknown estimator or option; a required option or critic is missing; and as the estimator itself.
-    """
-    require_choice("estimator", name, ESTIMATORS)
-    for option in options:
-        require_choice("option", option, ALL_OPTIONS)
-    spec = ESTIMATORS[name]
-    for option in spec.options:
-        if option not in options and option not in OPTIONAL:
-            raise ValueError(f"{option} is missing; the estimator {name} needs it")
-    if values is None and spec.critic == "required":
-        raise ValueError(f"values is None; the estimator {name} needs a critic")
-    return FUNCTIONS[name](rewards, values, **{key: options[key] for key in spec.options if key in options}, **where)
-
-
-ALL_OPTIONS = sorted({option for spec in ESTIMATORS.values() for option in spec.options})
-OPTIONAL = ("alpha", "lam_returns", "scale", "baseline")
-"""Options with a default value."""
 
 
 def _lambda_returns(steps: Steps, gamma: float, lam: float | Tensor) -> Tensor:

@@ -62,7 +62,6 @@ def total_return(
 
 def uniform(
     rewards: Tensor,
-    values: Tensor | None = None,
     *,
     baseline: float = 0.0,
     **where: Unpack[EpisodeBounds],
@@ -73,7 +72,7 @@ def uniform(
     reinforcement comparison (Williams 1992; Sutton and Barto 2018, section 13.4). Update the mean with this batch's
     scores only afterwards, or it takes part of the credit away.
 
-    Arguments as in `advantages.gae`; `values` and `bootstrap` are ignored, the flags only checked.
+    Arguments as in `advantages.gae`; `bootstrap` is ignored, the flags only checked.
 
     Returns:
         Advantages, and the scores as returns.
@@ -89,7 +88,6 @@ def uniform(
 
 def group_relative(
     rewards: Tensor,
-    values: Tensor | None = None,
     *,
     group_size: int,
     scale: bool = True,
@@ -108,10 +106,9 @@ def group_relative(
 
     Args:
         rewards: [batch, time].
-        values: ignored, as is `bootstrap`.
         group_size: rows i · group_size … (i + 1) · group_size − 1 are one group; at least 2.
         scale: divide by the deviation plus the guard.
-        where: as in `advantages.gae`; the flags are only checked.
+        where: as in `advantages.gae`; `bootstrap` is ignored, the flags only checked.
 
     Returns:
         Advantages, and the scores as returns.
@@ -130,7 +127,6 @@ def group_relative(
 
 def leave_one_out(
     rewards: Tensor,
-    values: Tensor | None = None,
     *,
     group_size: int,
     **where: Unpack[EpisodeBounds],

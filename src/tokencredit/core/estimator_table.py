@@ -1,37 +1,61 @@
-"""Registry of advantage estimators and their inputs. Imports no torch, so that settings are checked quickly."""
+"""Table of advantage estimators and their inputs. Imports no torch, so that settings are checked quickly.
 
-from typing import Literal, NamedTuple
+An estimator is a function that names what it reads, and returns advantages and returns. `Estimator.of` reads its
+signature, for one of ours as for one's own; a row of the table says the same without importing the function.
+"""
 
-AgentEstimatorName = Literal[
-    "gae",
-    "td",
-    "monte_carlo",
-    "n_step",
-    "decoupled_gae",
-    "length_adaptive_gae",
-    "total_return",
-    "reward_to_go",
-]
-EstimatorName = Literal[AgentEstimatorName, "uniform", "group_relative", "leave_one_out"]
-"""Names of the estimators below; those of agents need no score of a whole text."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+EstimatorFunction = Callable[..., Any]
+"""A function that returns advantages and returns, tensors `[batch, time]`."""
+SETTINGS = ("gamma", "lam", "lam_returns", "alpha", "n", "scale")
+"""Settings under `advantage` that an estimator may name."""
+BOUNDS = ("mask", "terminated", "truncated", "bootstrap")
+"""The arguments of `core.episodes.EpisodeBounds`; `**where` in a signature takes those that it does not name."""
+INPUTS = ("logprobs", "entropy", "ref_logprobs", "token_ids", "prefix_scores")
+"""Tensors `[batch, time]` that an estimator may name besides rewards, values and bounds (docs/your-own.md)."""
 
 
 class Estimator(NamedTuple):
-    """Inputs of an advantage estimator besides rewards."""
+    """Inputs of an advantage estimator besides rewards and bounds."""
 
     critic: Literal["required", "baseline", "unused"]
-    """Values are required, subtracted if present, or ignored."""
+    """Values are required, subtracted if present, or not read."""
     settings: tuple[str, ...] = ()
-    """Settings that it reads."""
+    """Settings that it reads, of `SETTINGS`."""
     group: bool = False
     """Compares completions of one prompt; needs `group_size` and one score per row."""
     baseline: bool = False
     """Subtracts the running mean of earlier scores; needs `baseline` and one score per row."""
+    inputs: tuple[str, ...] = ()
+    """Further tensors that it reads, of `INPUTS`."""
+    module: str = "advantages"
+    """Module of `core` with its function."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Estimator:
+        """The inputs that a function's signature names."""
+        named = parameters_of(function)
+        values = named.get("values")
+        critic: Any = "unused" if values is None else "required" if values.default is values.empty else "baseline"
+        settings, inputs = (tuple(key for key in keys if key in named) for keys in (SETTINGS, INPUTS))
+        return cls(critic, settings, "group_size" in named, "baseline" in named, inputs)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Keyword arguments of its function, other than mask, flags and bootstrap."""
+        """Keyword arguments of its function other than tensors."""
         return self.settings + ("group_size",) * self.group + ("baseline",) * self.baseline
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Parameters by name, without those that a `partial` fixes."""
+    parameters = inspect.signature(function).parameters
+    fixed = getattr(inspect.unwrap(function), "keywords", {})
+    return {name: parameter for name, parameter in parameters.items() if name not in fixed}
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -40,11 +64,19 @@ ESTIMATORS: dict[str, Estimator] = {
     "monte_carlo": Estimator("required", ("gamma",)),
     "n_step": Estimator("required", ("gamma", "n")),
     "decoupled_gae": Estimator("required", ("gamma", "lam", "lam_returns")),
-    "length_adaptive_gae": Estimator("required", ("gamma", "alpha", "lam_returns")),
-    "total_return": Estimator("baseline", ("gamma",)),
-    "reward_to_go": Estimator("baseline", ("gamma",)),
-    "uniform": Estimator("unused", baseline=True),
-    "group_relative": Estimator("unused", ("scale",), group=True),
-    "leave_one_out": Estimator("unused", group=True),
+    "length_adaptive_gae": Estimator("required", ("gamma", "lam_returns", "alpha")),
+    "total_return": Estimator("baseline", ("gamma",), module="critic_free"),
+    "reward_to_go": Estimator("baseline", ("gamma",), module="critic_free"),
+    "uniform": Estimator("unused", baseline=True, module="critic_free"),
+    "group_relative": Estimator("unused", ("scale",), group=True, module="critic_free"),
+    "leave_one_out": Estimator("unused", group=True, module="critic_free"),
 }
-"""The functions of these names are in `core.advantages` and `core.critic_free`."""
+"""Estimators by name; the function of that name is in `core.MODULE`."""
+
+if TYPE_CHECKING:
+    EstimatorName: TypeAlias = str
+    AgentEstimatorName: TypeAlias = str
+else:
+    EstimatorName = Literal[tuple(ESTIMATORS)]
+    AgentEstimatorName = Literal[tuple(x for x, needs in ESTIMATORS.items() if not (needs.group or needs.baseline))]
+"""Names of the estimators; those of agents need no score of a whole text."""

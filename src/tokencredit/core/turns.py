@@ -9,16 +9,21 @@ then count turns (Zhou et al. 2024, "ArCHer", arXiv 2402.19446, section 3; Li et
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from tokencredit.core.advantages import estimate
 from tokencredit.core.argument_checks import require_flags, require_rows, require_shape, require_tensors
 from tokencredit.core.episodes import EpisodeBounds
+from tokencredit.core.estimator_table import EstimatorFunction
+from tokencredit.core.estimators import estimate
 from tokencredit.core.masked import at_least_float32
+
+SUMMED = ("logprobs", "entropy", "ref_logprobs")
+"""Inputs of estimators that a turn has, as the sum over its tokens."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +74,20 @@ class Turns:
 
 
 def estimate_by_turn(
-    name: str,
+    estimator: str | EstimatorFunction,
     rewards: Tensor,
     values: Tensor | None = None,
     *,
     turns: Turns,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
+    inputs: Mapping[str, Tensor | None] | None = None,
     **where: Unpack[EpisodeBounds],
 ) -> tuple[Tensor, Tensor]:
-    """`core.advantages.estimate` with turns as its steps.
+    """`core.estimators.estimate` with turns as its steps.
 
-    A turn's reward is the sum over its tokens, its value that of its first token. A flag anywhere in a turn counts, and
-    `bootstrap` is read there; the mask is the turns' own. γ and λ apply per turn. The rest is as in `estimate`.
+    A turn's reward is the sum over its tokens, as are its log-probs and entropy; its value is that of its first token.
+    A flag anywhere in a turn counts, and `bootstrap` is read there; the mask is the turns' own. γ and λ apply per turn.
+    The rest is as in `estimate`.
 
     Returns:
         Advantages and returns, [batch, time], the same for all tokens of a turn. A critic that learns one value per
@@ -97,5 +104,6 @@ def estimate_by_turn(
     if bootstrap is not None and truncated is not None:
         by_turn["bootstrap"] = turns.sum(bootstrap.masked_fill(~truncated, 0))
     step_values = None if values is None else turns.at_first(values)
-    advantages, returns = estimate(name, turns.sum(rewards), step_values, options=options, **by_turn)
+    known = {key: turns.sum(x) for key, x in (inputs or {}).items() if x is not None and key in SUMMED}
+    advantages, returns = estimate(estimator, turns.sum(rewards), step_values, options=options, inputs=known, **by_turn)
     return turns.spread(advantages), turns.spread(returns)

@@ -22,6 +22,7 @@ from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PRICED, PROBLEMS, SCORED,
 from tokencredit.runs.summary import WINDOW, attained, averaged, final_mean, iterations_in, mean
 from tokencredit.runs.transcript import acted, speeches, written
 from tokencredit.runs.untrusted import visible
+from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
 
 if TYPE_CHECKING:  # it imports torch, which a page does not need
@@ -94,7 +95,7 @@ def render(run: Run) -> str:
             "credit": samples,
             "opened": opened(samples),
             "audited": truths,
-            "alternatives": list(ALTERNATIVES),
+            "alternatives": alternatives_of(run),
             "audit": audit and audit["chart"],
         },
         phrases=phrases(run.samples),
@@ -270,7 +271,8 @@ def credit_view(
     if any(sample.get("age", [])):
         numbers["age"] = sample["age"]
     gamma = run.setting("advantage.gamma")
-    alternatives = what_if(episode, 1.0 if gamma is None else float(gamma), by_turn=by_turn)
+    own = own_estimator(run)
+    alternatives = what_if(episode, 1.0 if gamma is None else float(gamma), by_turn=by_turn, own=own)
     return {
         "iteration": sample["iteration"],
         "prompt": readable(sample["prompt"]),
@@ -280,9 +282,20 @@ def credit_view(
         "numbers": {name: rounded(values) for name, values in numbers.items()},
         "errors": {name: rounded(values) for name, values in errors.items()},
         "error": rounded([error])[0],
-        "what_if": [rounded(alternatives[name]) if name in alternatives else None for name in ALTERNATIVES],
+        "what_if": [rounded(alternatives[x]) if x in alternatives else None for x in alternatives_of(run)],
         **(turns_of(episode) if "turns" in episode else {}),
     }
+
+
+def own_estimator(run: Run) -> str | None:
+    """The name of an estimator of the user's; None for one of ours."""
+    estimator = run.setting("advantage.estimator")
+    return visible(label_of(estimator)) if is_own(estimator) else None
+
+
+def alternatives_of(run: Run) -> list[str]:
+    """Estimators of the what-if view by label, an own one first."""
+    return [*filter(None, [own_estimator(run)]), *ALTERNATIVES]
 
 
 def turns_of(sample: Mapping[str, Any]) -> dict[str, Any]:

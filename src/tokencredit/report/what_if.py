@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tokencredit.audit.estimates import LAMBDAS, label
-from tokencredit.core.advantages import estimate
 from tokencredit.core.episodes import EpisodeBounds
 from tokencredit.core.estimator_table import ESTIMATORS
+from tokencredit.core.estimators import estimate
 from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.runs.transcript import acted, speeches
 
@@ -26,8 +26,12 @@ ALTERNATIVES = {
 """Estimators by label, each with its λ."""
 
 
-def what_if(sample: Mapping[str, Any], gamma: float, *, by_turn: bool = False) -> dict[str, list[float]]:
+def what_if(
+    sample: Mapping[str, Any], gamma: float, *, by_turn: bool = False, own: str | None = None
+) -> dict[str, list[float]]:
     """Advantages per acted token under each of `ALTERNATIVES`, from the sample's rewards and values.
+
+    `own` is the name of an estimator of the user's, whose advantages are those that the run wrote down.
 
     Without values, alternatives that need a critic are left out. A truncated completion of a run with
     `advantage.bootstrap` ends with its `bootstrap` value. Advantages are before whitening. `uniform` has no baseline,
@@ -42,7 +46,7 @@ def what_if(sample: Mapping[str, Any], gamma: float, *, by_turn: bool = False) -
         last = torch.arange(rewards.shape[1]) == rewards.shape[1] - 1
         where = {"truncated": last[None], "bootstrap": torch.full_like(rewards, kept["bootstrap"])}
     turns = turns_of(sample) if by_turn and "turns" in sample else None
-    results = {}
+    results = {} if own is None else {own: list(kept["advantages"])}
     for title, (name, lam) in ALTERNATIVES.items():
         if values is None and ESTIMATORS[name].critic == "required":
             continue

@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, r
 from tokencredit.runs.resuming import LINES, allowed_changes, changes_since, for_trainer, newest, saved
 from tokencredit.runs.summary import History, Summary, summarise
 from tokencredit.runs.trackers import Trackers
+from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import dump_yaml
 from tokencredit.settings.run_kind import RunKind, foreign_code
 from tokencredit.settings.training import RunSettings
@@ -98,7 +98,7 @@ class RunRecord:
         Raises:
             ConfigError: the folder is in use, cannot be made, or its disk is too full.
         """
-        self.config = asdict(config)
+        self.config = plain(config)
         # The main process makes and locks the folder; if it cannot, all processes raise.
         with self.processes.agreed(OSError, ConfigError):
             if self.main:
@@ -139,7 +139,7 @@ class RunRecord:
                 changed that cannot change.
         """
         # Which settings have changed since, and may they?
-        self.config, self.failed = asdict(config), False
+        self.config, self.failed = plain(config), False
         path = self.folder.path
         changed = allowed_changes(path / "config.yaml", self.config)
         # The main process takes the folder, and finishes or undoes replacements whose process was killed.

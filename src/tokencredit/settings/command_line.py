@@ -9,7 +9,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from shlex import quote
 from types import NoneType
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -274,13 +274,13 @@ def value_of(hint: Any, key: str, text: str) -> Any:
         ConfigError: it is a group, and the text holds no keys.
     """
     options = options_of(hint)
-    texts = [option for option in options if option is str or get_origin(option) is Literal]
+    texts = [option for option in options if option is str or get_origin(option) in (Literal, Annotated)]
     if {int, float} & set(options) and text not in (choice for option in texts for choice in get_args(option)):
         texts = []  # a number beside choices, such as auto
     lists = [option for option in options if get_origin(option) is list]
     listed = bool(lists) and re.match(r"\s*\[\s*[\"']" if texts else r"\s*\[", text)
     if (texts or list[str] in lists) and not listed:
-        choices = [choice for option in texts for choice in get_args(option)]
+        choices = [choice for option in options for choice in _choices(option)]
         return None if NoneType in options and text == "null" and (choices or not texts) else text
     try:
         value = load_yaml(text)

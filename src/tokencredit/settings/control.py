@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tokencredit.core.estimator_table import AgentEstimatorName
 from tokencredit.settings.fields import Group, check, refuse, refuse_unused, setting
 from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
+from tokencredit.settings.parts import Part
 from tokencredit.settings.reader import Configuration
 from tokencredit.settings.training import (
     MAX_SEED,
@@ -81,8 +82,9 @@ class AgentCriticConfig(CriticTraining):
 class AgentAdvantageConfig(AdvantageSettings):
     """Advantage estimation."""
 
-    estimator: AgentEstimatorName = "gae"
-    """Advantage estimator; docs/algorithms.md compares them. Those that compare scores of texts are not for agents."""
+    estimator: AgentEstimatorName | Part = "gae"
+    """Advantage estimator; docs/algorithms.md compares them, docs/your-own.md says how to write one. Those that compare
+    scores of texts are not for agents."""
     gamma: float = setting(0.99, needs=read_by("gamma"), at_least=0, at_most=1)
     """Discount factor per environment step."""
     whiten: Literal["none", "batch", "minibatch"] = "minibatch"

@@ -13,7 +13,7 @@ from dataclasses import asdict, is_dataclass
 from functools import cache
 from itertools import pairwise
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import KINDS
@@ -141,6 +141,8 @@ def _option_schema(option: Any, limits: Mapping[str, float]) -> dict[str, Any]:
         return _object(option)
     if get_origin(option) is Literal:
         return {"enum": list(get_args(option))}
+    if get_origin(option) is Annotated:
+        return {"type": "string", "pattern": ":"}
     if get_origin(option) is list:
         (element,) = get_args(option)
         terms = {"anyOf": [_object(term, name) for name, term in KINDS.items()]}

@@ -9,13 +9,26 @@ import json
 import operator
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, asdict, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, NoReturn, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.foreign_names import CHOICES, misspelt, suggestion
+from tokencredit.settings.parts import OWN, is_own, plain
 
 Config = TypeVar("Config")
 
@@ -33,8 +46,8 @@ def setting(default: Any, *, needs: str | tuple[str, ...] = (), **limits: float)
         default: the field's default, or a function that makes it.
         needs: conditions that must all hold, or else a value other than the default is refused. `target` holds if that
             setting is not null, 0, false or empty, `not dataset` if it is; `schedule: linear, cosine` and `kind: not
-            none` compare its value; ` or ` separates alternatives. Settings are of the same group, or whole keys. A
-            setting that this kind of configuration lacks has no value.
+            none` compare its value, and `own` is a user's part; ` or ` separates alternatives. Settings are of the
+            same group, or whole keys. A setting that this kind of configuration lacks has no value.
         limits: `at_least`, `above`, `at_most` or `below`.
     """
     metadata = {"needs": (needs,) if isinstance(needs, str) else needs, "limits": limits}
@@ -107,7 +120,7 @@ def check(config: Any, prefix: str = "") -> None:
 @cache
 def hints_of(kind: Any) -> dict[str, Any]:
     """Types of a dataclass's fields."""
-    return get_type_hints(kind)
+    return get_type_hints(kind, include_extras=True)
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:
@@ -157,6 +170,8 @@ def _is(value: Any, option: Any) -> bool:
         return isinstance(value, option)  # type: ignore[arg-type]  # a class
     if get_origin(option) is Literal:
         return type(value) is str and value in get_args(option)
+    if get_origin(option) is Annotated:
+        return is_own(value)
     if option is float:
         return type(value) in (int, float)
     return type(value) is (get_origin(option) or option)
@@ -168,6 +183,8 @@ def wanted_of(option: Any) -> str:
         return f"{'an' if option.__name__[0] in 'AEIOU' else 'a'} {option.__name__}"
     if get_origin(option) is Literal:
         return f"one of {', '.join(get_args(option))}"
+    if get_origin(option) is Annotated:
+        return "your own, path/file.py:name (docs/your-own.md)"
     if get_origin(option) is list:
         (element,) = get_args(option)
         if is_dataclass(element):
@@ -242,7 +259,7 @@ def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
         config: a whole configuration.
         rows: the arguments of `ROWS` that are given, or may be.
     """
-    settings, declared = flat(asdict(config)), settings_of(config.__class__)
+    settings, declared = flat(plain(config)), settings_of(config.__class__)
     for key, why in unused(config.__class__, settings, rows).items():
         if settings[key] not in (declared[key].own, declared[key].default):
             raise ConfigError(f"{key} is {quoted(settings[key])}, which has no effect {why}; leave it out")
@@ -286,7 +303,8 @@ class Condition(NamedTuple):
     def holds(self, known: Mapping[str, Any]) -> bool:
         """True if the settings fulfil it."""
         value = known.get(self.key)
-        return (str(value) in self.values if self.values else bool(value)) is not self.negated
+        named = OWN if OWN in self.values and is_own(value) else str(value)
+        return (named in self.values if self.values else bool(value)) is not self.negated
 
     def __str__(self) -> str:
         return f"{self.key}: {', '.join(self.values)}" if self.values else self.key

@@ -88,7 +88,7 @@ class CriticConfig(CriticTraining):
     Its mean is the value. The bins span all returns so far, so that one extreme return widens them for good; see
     score.clip."""
     clip: float | None = setting(0.2, needs=(EXISTS, "loss: mse"), above=0)
-    prefix_every: int | Literal["auto"] = setting("auto", needs=EXISTS, at_least=0)
+    prefix_every: int | Literal["auto"] = setting("auto", needs=f"{EXISTS} or advantage.estimator: own", at_least=0)
     """Tokens between the prefixes of a completion that are scored, by classifiers, reward models and terms with
     `prefix: true`; 0 for none. The values are then a fit of the returns to these scores, to which the critic adds what
     it learns of the rest (docs/algorithms.md). auto: as many as cost a quarter of the policy's own passes, and none

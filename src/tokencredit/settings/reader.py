@@ -261,6 +261,6 @@ def _plain(value: Any, key: str = "") -> Any:
         return os.fspath(value)
     if hasattr(value, "item"):
         value = value.item()
-    if value is None or isinstance(value, str | bool | int | float):
+    if value is None or isinstance(value, str | bool | int | float) or callable(value):
         return value
     raise ConfigError(f"{key} is {value!r}, which is not a dict, list, str, number, bool or None")

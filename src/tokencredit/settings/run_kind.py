@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +15,15 @@ from tokencredit.settings.data import PACKAGED, FunctionTerm
 from tokencredit.settings.fields import refuse_unused, settings_of
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
+from tokencredit.settings.parts import is_own
 from tokencredit.settings.reader import build, read_settings, read_yaml
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, ShardingConfig
 
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig | OfflineSettings)
+PARTS = ("advantage.estimator",)
+"""Settings that take a part of a user."""
 MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -143,15 +147,23 @@ def keys_of(config: Mapping[str, Any]) -> set[str]:
     return whole | {f"{key.partition('.')[0]}." for key in whole if "." in key} | inner
 
 
+def own_parts(config: PPOConfig | ControlConfig) -> dict[str, Any]:
+    """The parts of a user, by key."""
+    kind: Any = type(config)
+    parts = {key: attrgetter(key)(config) for key in PARTS if key in settings_of(kind)}
+    return {key: part for key, part in parts.items() if is_own(part)}
+
+
 def foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> list[str]:
     """Lines on the user code that a run of this configuration executes, each beginning with its key."""
-    if isinstance(config, ControlConfig):
-        module, colon, _ = config.env.id.rpartition(":")
-        return [f"env.id imports the module {module}"] if colon else []
     if isinstance(config, OfflineSettings):
         name = config.model.name
         return [f"model.trust_remote_code runs the code, if there is any, in {name}"] * config.model.trust_remote_code
-    lines = [
+    lines = [f"{key} runs {part}" for key, part in own_parts(config).items() if isinstance(part, str)]
+    if isinstance(config, ControlConfig):
+        module, colon, _ = config.env.id.rpartition(":")
+        return lines + [f"env.id imports the module {module}"] * bool(colon)
+    lines += [
         f"reward[{number}].function runs {term.function}"
         for number, term in enumerate(config.reward)
         if isinstance(term, FunctionTerm) and ":" in term.function  # a built-in one has a bare name

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import (
     KINDS,
@@ -143,7 +142,7 @@ class PPOConfig(Configuration):
             refuse(self, "ppo.clip ppo.loss", reason)
         if size % self.rollout.per_prompt:
             refuse(self, "rollout.per_prompt", f"it must divide rollout.batch_size, {size}")
-        if ESTIMATORS[self.advantage.estimator].group and self.rollout.per_prompt < 2:
+        if self.advantage.reads().group and self.rollout.per_prompt < 2:
             reason = "it compares the completions of one prompt, which must be at least 2"
             refuse(self, "advantage.estimator rollout.per_prompt", reason)
         if kl.place == "loss" and kl.estimator == "k1" and kl.coef > 0:
@@ -158,7 +157,7 @@ class PPOConfig(Configuration):
             refuse(self, "kl.coef kl.target", f"to be adapted, kl.coef must be at least {least} and at most {most}")
 
     def _check_truncation(self) -> None:
-        score, longest, needs = self.score, self.rollout.max_new_tokens, ESTIMATORS[self.advantage.estimator]
+        score, longest, needs = self.score, self.rollout.max_new_tokens, self.advantage.reads()
         pair = score.overlong
         if pair is not None and (len(pair) != 2 or pair[0] not in range(1, longest + 1) or pair[1] <= 0):
             reason = f"it must be [tokens, penalty], 1 to {longest} (rollout.max_new_tokens) and a number above 0"

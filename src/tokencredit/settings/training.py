@@ -5,26 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from tokencredit.core.estimator_table import ESTIMATORS, EstimatorName
-from tokencredit.errors import ConfigError
+from tokencredit.core.estimator_table import ESTIMATORS, SETTINGS, Estimator, EstimatorName
+from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import SEVERAL
 from tokencredit.settings.fields import Group, at_home, setting
 from tokencredit.settings.model import CriticTraining
+from tokencredit.settings.parts import OWN, Part, is_own, plain
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
 MAX_SEED = 2**62
 """Largest seed; PyTorch must accept 2 · seed + 1 too."""
-ESTIMATOR_SETTINGS = ("gamma", "lam", "lam_returns", "alpha", "n", "scale")
-"""Settings under `advantage` that only some estimators read."""
+UNREAD = Estimator("baseline", SETTINGS)
+"""What an estimator of a file may read, until its code is loaded."""
 
 
 def read_by(key: str) -> str:
-    """The condition that the estimator reads this key of `ESTIMATOR_SETTINGS`."""
-    return f"estimator: {', '.join(name for name, needs in ESTIMATORS.items() if key in needs.settings)}"
+    """The condition that the estimator reads this key of `core.estimator_table.SETTINGS`."""
+    return f"estimator: {', '.join([*(name for name, spec in ESTIMATORS.items() if key in spec.settings), OWN])}"
 
 
-STEPWISE = [name for name, needs in ESTIMATORS.items() if "gamma" in needs.settings]
+STEPWISE = [*(name for name, spec in ESTIMATORS.items() if "gamma" in spec.settings), OWN]
 """Estimators that tell the steps of an episode apart."""
 
 
@@ -32,8 +33,10 @@ STEPWISE = [name for name, needs in ESTIMATORS.items() if "gamma" in needs.setti
 class AdvantageSettings(Group):
     """Advantage settings shared by language models and agents."""
 
-    estimator: EstimatorName = "gae"
-    """Advantage estimator; docs/algorithms.md compares them."""
+    estimator: EstimatorName | Part = "gae"
+    """Advantage estimator; docs/algorithms.md compares them, docs/your-own.md says how to write one."""
+    kwargs: dict[str, Any] = setting(dict, needs="estimator: own")
+    """Keyword arguments of an estimator of your own."""
     gamma: float = setting(1.0, needs=read_by("gamma"), at_least=0, at_most=1)
     """Discount factor per step (token, or environment step)."""
     lam: float = setting(0.95, needs=read_by("lam"), at_least=0, at_most=1)
@@ -48,20 +51,29 @@ class AdvantageSettings(Group):
     """Whiten advantages (zero mean, unit variance) over the whole batch, or within each minibatch."""
 
     def options(self) -> dict[str, Any]:
-        """Arguments of the estimators, for `core.advantages.estimate`."""
-        return {key: value for key, value in vars(self).items() if key in ESTIMATOR_SETTINGS}
+        """Arguments of the estimators, for `core.estimators.estimate`."""
+        return {key: value for key, value in vars(self).items() if key in SETTINGS}
+
+    def reads(self) -> Estimator:
+        """The inputs of the estimator."""
+        own = self.estimator
+        return ESTIMATORS.get(own, UNREAD) if isinstance(own, str) else Estimator.of(own)
 
     def check_critic(self, critic: CriticTraining) -> None:
-        """Raise `ConfigError` for a critic that the estimator lacks or does not use."""
-        needs, reason = ESTIMATORS[self.estimator].critic, ""
-        if critic.kind == "none" and needs == "required":
-            known = get_args(get_type_hints(type(self))["estimator"])
-            free = ", ".join(name for name in known if ESTIMATORS[name].critic != "required")
+        """Raise `ConfigError` for a critic that the estimator lacks or does not use, or a setting that it ignores."""
+        needs, reason, name = self.reads(), "", plain(self.estimator)
+        if critic.kind == "none" and needs.critic == "required":
+            known = get_args(get_type_hints(type(self))["estimator"])[0]
+            free = ", ".join(name for name in get_args(known) if ESTIMATORS[name].critic != "required")
             reason = f"which needs a critic; set critic.kind, or take one of {free}"
-        if critic.kind != "none" and needs == "unused":
+        if critic.kind != "none" and needs.critic == "unused" and not is_own(name):
             reason = "which uses no critic; set critic.kind: none"
         if reason:
-            raise ConfigError(f"critic.kind is {critic.kind}, and advantage.estimator is {self.estimator}, {reason}")
+            raise ConfigError(f"critic.kind is {critic.kind}, and advantage.estimator is {name}, {reason}")
+        for key, value in self.options().items() if is_own(name) else ():
+            if key not in needs.settings and value != getattr(type(self)(), key):
+                reason = f"which advantage.estimator {name} does not read; let it take {key}, or leave it out"
+                raise ConfigError(f"advantage.{key} is {quoted(value)}, {reason}")
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokencredit.core.advantages import estimate
 from tokencredit.core.episodes import EpisodeBounds
+from tokencredit.core.estimators import estimate
 from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten, whiten_with_divisor
 from tokencredit.core.off_policy import correction
 from tokencredit.core.rewards import kl_of_next, overlong_penalty, token_rewards
@@ -18,6 +18,7 @@ from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
+from tokencredit.settings.parts import is_own
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
@@ -111,7 +112,7 @@ class Credit:
 
     def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
         """Add the values fitted to the scores of prefixes to those of the critic; this batch joins the fit."""
-        if scored.prefixes is None:
+        if scored.prefixes is None or self.args.critic.kind == "none":
             return scored
         rollout, options = scored.rollout, {"gamma": self.args.advantage.gamma}
         returns, _ = estimate("reward_to_go", rewards, options=options, **self._where(scored))
@@ -225,20 +226,33 @@ class Credit:
             options["scale"] = False
             kl_advantages, kl_returns = estimate(args.estimator, kl_rewards, options=options, mask=rollout.mask)
             return advantages + kl_advantages, returns + kl_returns
-        rewards, where = score_rewards + kl_rewards, self._where(scored)
+        rewards, where = score_rewards + kl_rewards, self._where(scored, every=is_own(args.estimator))
+        inputs = {
+            "logprobs": rollout.logprobs,
+            "entropy": rollout.entropy,
+            "ref_logprobs": scored.reference.logprobs,
+            "token_ids": rollout.response_ids,
+            "prefix_scores": scored.prefixes,
+        }
+        known: dict[str, Any] = {"options": options, "inputs": inputs, **where}
         if (turns := self._turns(rollout)) is not None:
-            return estimate_by_turn(args.estimator, rewards, rollout.values, turns=turns, options=options, **where)
-        return estimate(args.estimator, rewards, rollout.values, options=options, **where)
+            return estimate_by_turn(args.estimator, rewards, rollout.values, turns=turns, **known)
+        return estimate(args.estimator, rewards, rollout.values, **known)
 
-    def _where(self, scored: Batch) -> EpisodeBounds:
-        """The mask and, if there is one, the bootstrap of truncated completions."""
-        mask = scored.rollout.mask
+    def _where(self, scored: Batch, *, every: bool = False) -> EpisodeBounds:
+        """The mask and, if there is one, the bootstrap of truncated completions; `every` bound for an own estimator.
+
+        Without a bootstrap every completion terminates.
+        """
+        mask, bootstrap = scored.rollout.mask, scored.bootstrap
         where: EpisodeBounds = {"mask": mask}
-        if scored.bootstrap is not None:
+        if bootstrap is not None or every:
             last = scored.rollout.response_lengths().unsqueeze(1) - 1
             after = torch.arange(mask.shape[1], device=mask.device) == last
-            where["truncated"] = after & scored.rollout.truncated.unsqueeze(1)
-            where["bootstrap"] = scored.bootstrap.unsqueeze(1).expand(mask.shape)
+            truncated = after & scored.rollout.truncated.unsqueeze(1) & (bootstrap is not None)
+            values = torch.zeros_like(scored.scores) if bootstrap is None else bootstrap
+            where |= {"truncated": truncated, "bootstrap": values.unsqueeze(1).expand(mask.shape)}
+            where |= {"terminated": after & ~truncated} if every else {}
         return where
 
     def _check(self, scored: Batch) -> None:

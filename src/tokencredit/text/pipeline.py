@@ -34,7 +34,13 @@ from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term
 from tokencredit.text.rewards.terms import Scores, score, start_calls
-from tokencredit.text.rollout_passes import ReferenceOutputs, reference_outputs, rollout_values, values_after
+from tokencredit.text.rollout_passes import (
+    ReferenceOutputs,
+    evaluate_rollout,
+    reference_outputs,
+    rollout_values,
+    values_after,
+)
 from tokencredit.text.turns.episode_record import columns, refuse_failed
 from tokencredit.text.turns.play import EpisodePlayer
 from tokencredit.user_code.user_objects import described
@@ -93,6 +99,8 @@ class Pipeline:
     """Plays episodes of several turns with the engine; None if a completion is one turn."""
     prefix_every: int = 0
     """Tokens between the prefixes that are scored for a critic; 0 for none."""
+    entropy: bool = False
+    """Compute the entropies of completions to be learned from, for an estimator that reads them: one more pass."""
     finite: bool = True
     """Raise for scores that are not finite, instead of returning them."""
 
@@ -181,6 +189,11 @@ class Pipeline:
                 with self.precision.no_grad():
                     estimates = rollout_values(self.policy, batch.rollout, self.budget, self.lockstep)
                 batch = replace(batch, rollout=replace(batch.rollout, values=estimates))
+            if values and self.entropy and batch.rollout.entropy is None:
+                of_policy = self.policy, batch.rollout, settings.temperature, self.budget, self.lockstep
+                with self.precision.no_grad():
+                    entropies = evaluate_rollout(*of_policy, entropy=True).entropy
+                batch = replace(batch, rollout=replace(batch.rollout, entropy=entropies))
             results["rollout"] = batch.rollout
         scored = self.score(batch, settings, bootstrap=bootstrap, stage=stage)
         if not (values and self.prefix_every and scoring(self.terms)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tokencredit.core.estimator_table import INPUTS
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.learn.state import trainable
@@ -20,6 +22,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count, shortened
 from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
 from tokencredit.settings.fields import refuse_unused
+from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.datasets import from_python
@@ -36,6 +39,7 @@ from tokencredit.text.rewards.terms import as_terms, build_terms
 from tokencredit.text.rewards.texts import last_message
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import EpisodePlayer, Framings
+from tokencredit.user_code.parts import load_estimator
 from tokencredit.user_code.user_objects import source_digest
 
 if TYPE_CHECKING:
@@ -111,6 +115,14 @@ def check_evaluation_size(args: PPOConfig, processes: int) -> None:
     """Raise `ConfigError` unless each process has a prompt to evaluate."""
     if args.eval.samples < processes:
         raise ConfigError(f"eval.samples is {args.eval.samples}; it must be at least {processes}, one per process")
+
+
+def load_parts(args: PPOConfig) -> PPOConfig:
+    """The configuration with a user's parts in place of their names; raises `ConfigError` for one that cannot work."""
+    absent = ["ref_logprobs"] * (args.kl.coef == 0)
+    absent += ["token_ids", "prefix_scores"] * (args.advantage.unit == "turn")
+    inputs = [name for name in (*INPUTS, "group_size", "baseline") if name not in absent]
+    return replace(args, advantage=load_estimator(args.advantage, inputs))
 
 
 def environments_of(
@@ -195,7 +207,9 @@ def source_digests(
         for number, term in enumerate(args.reward):
             kind, name = term.source()
             named |= {f"reward[{number}].{kind}": name}
-    named |= {"env.factory": args.env.factory} | {f"tools[{i}]": tool for i, tool in enumerate(args.tools)}
+    named |= (
+        own_parts(args) | {"env.factory": args.env.factory} | {f"tools[{i}]": tool for i, tool in enumerate(args.tools)}
+    )
     for argument in ("reward_funcs", "tools", "environment_factory"):
         value = given[argument]
         entries = value if isinstance(value, list | tuple) else [] if value is None else [value]
@@ -301,6 +315,7 @@ def build_pipeline(
         args.ppo.micro_batch_tokens,
         None if environments is None else build_player(args, engine, environments),
         prefix_every,
+        "entropy" in args.advantage.reads().inputs,
     )
 
 
@@ -366,7 +381,7 @@ def overview(
     terms = [(x.weight, source(x)) for x in args.reward] if by_source else [(x.weight, x.name) for x in pipeline.terms]
     for weight, term in terms:
         yield "reward", term if weight == 1 else f"{weight:g} × {term}"
-    if every := pipeline.prefix_every:
+    if (every := pipeline.prefix_every) and args.critic.kind != "none":
         each = "each prefix" if every == 1 else f"one prefix in {every}"
         yield "values", f"returns fitted to the reward's score of {each}, and the critic for the rest"
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""

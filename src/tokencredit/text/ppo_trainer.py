@@ -30,7 +30,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.foreign_names import refuse_arguments
-from tokencredit.settings.run_kind import TEXT
+from tokencredit.settings.run_kind import TEXT, own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text import ppo_setup as setup
@@ -109,6 +109,8 @@ class PPOTrainer:
             name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", ""))
             args = replace(args, model=replace(args.model, name=name))
         self.args = args
+        self.loaded = setup.load_parts(args)
+        """The configuration with a user's functions in place of their names."""
         self.processes = Processes(args.run.timeout)
         setup.check_batch_size(args, self.processes.count)
         with rng.isolated():
@@ -123,14 +125,15 @@ class PPOTrainer:
             prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows.values())
             self.prompts, self.eval_prompts = prepared
             before = None if args.run.dir is None else read_choices(Path(args.run.dir)).get("critic.prefix_every")
-            chosen = choose_spacing(args, terms, lm, self.prompts, before)
+            chosen = choose_spacing(self.loaded, terms, lm, self.prompts, before)
             self.prefix_every = 0 if chosen.critic.prefix_every == "auto" else chosen.critic.prefix_every
-            choices = precision.choices | ({} if chosen is args else {"critic.prefix_every": self.prefix_every})
+            choices = precision.choices | ({} if chosen is self.loaded else {"critic.prefix_every": self.prefix_every})
             self.record = RunRecord(args.run, self.processes, TEXT, choices, show_every=args.run.show_every)
             given = {"reward_funcs": reward_funcs, **rows, "tools": tools or None}
             given |= {"environment_factory": environment_factory, "peft_config": peft_config}
             self.origin = origin(lm, self.tokenizer, given)
-            self.record.from_python = self.origin["given"]
+            own = [key for key, part in own_parts(args).items() if not isinstance(part, str)]
+            self.record.from_python = [*self.origin["given"], *own]
             self.record.sources = setup.source_digests(args, given, *prepared)
             parts = lm, self.tokenizer, precision, peft_config, model is None or isinstance(model, str), sharding
             models = run_models.build_models(chosen, *parts)
@@ -142,7 +145,7 @@ class PPOTrainer:
         self, models: Models, terms: list[Term], environments: Environments | None, callbacks: list[object]
     ) -> None:
         """Put what is loaded together."""
-        args, self.policy, self.reference = self.args, models.policy, models.reference
+        args, self.policy, self.reference = self.loaded, models.policy, models.reference
         self.sharded = is_sharded(self.policy.lm)
         of_run = self.processes, environments, self.record.event, self.prefix_every
         self.pipeline = setup.build_pipeline(args, models, terms, *of_run)
@@ -388,7 +391,7 @@ class PPOTrainer:
 
     def _save_policy(self, folder: Path) -> None:
         save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
-        if self.pipeline.prefix_every and self.processes.main:
+        if self.pipeline.prefix_every and self.policy.critic is not None and self.processes.main:
             save_fit(folder, self.credit.prefixes, self.pipeline.prefix_every)
 
     def _save(self, folder: Path, summary: Summary) -> None:

@@ -243,7 +243,8 @@ class AgentAuditor:
         by_label = variants(args.estimator, args.options(), values=has_critic, texts=False, groups=False)
         for label, variant in by_label.items():
             variant_rollout = rollout if variant.critic else replace(rollout, values=None, bootstrap=None)
-            yield label, variant_rollout.credit(replace(args, **{**variant.options, "estimator": variant.name}))[0]
+            estimator = replace(args, **{**variant.options, "estimator": variant.name})
+            yield label, variant_rollout.credit(estimator, self.agent)[0]
 
 
 def starts(

@@ -50,7 +50,7 @@ def scoring(terms: Sequence[Term]) -> list[Term]:
 def choose_spacing(
     args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Prompts | Tasks, before: int | None = None
 ) -> PPOConfig:
-    """The configuration with a number for `critic.prefix_every: auto`, unless there is no critic.
+    """The configuration with a number for `critic.prefix_every: auto`, unless nothing reads the scores.
 
     So many prefixes that the models of the terms compute at most `SHARE` of what the policy does. A model that reads
     all prefixes in one pass, and functions, count as nothing. A resumed run keeps its number, `before`.
@@ -59,14 +59,15 @@ def choose_spacing(
         ConfigError: a setting asks for scores that no term can give, or that nothing reads.
     """
     every, found = args.critic.prefix_every, scoring(terms)
+    named = "prefix_scores" in args.advantage.reads().inputs
     of_texts = isinstance(rows, Prompts) and not args.advantage.bootstrap
-    readable = of_texts and args.critic.kind != "none" and every != 0
+    readable = of_texts and (args.critic.kind != "none" or named) and every != 0
     if asked := [term.name for term in found if not (readable or isinstance(term.function, Reader))]:
         raise ConfigError(
             f"the reward {asked[0]!r} has prefix: true, which has no effect with critic.kind: none, with "
             "critic.prefix_every: 0, with advantage.bootstrap, or in episodes of several turns; leave it out"
         )
-    if args.critic.kind == "none":
+    if args.critic.kind == "none" and not named:
         return args
     if every == "auto" and before is not None:
         every = before
@@ -78,6 +79,11 @@ def choose_spacing(
         raise ConfigError(
             f"critic.prefix_every is {every}, and no reward term scores prefixes; set prefix: true for a function of "
             "the text that is cheap and has no effects, or leave it out"
+        )
+    if named and not every:
+        raise ConfigError(
+            "advantage.estimator reads prefix_scores, and no prefix is scored: give a classifier, a reward model or a "
+            "function with prefix: true, of single turns, and leave critic.prefix_every and advantage.bootstrap out"
         )
     known = ["prompts", "completions", "completion_ids", *rows.other_columns]
     for term in found if every else ():

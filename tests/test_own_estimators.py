@@ -1,0 +1,210 @@
+"""Estimators of users, from a file or from Python: trained, recorded, audited and shown as those of ours are."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import pad
+
+from helpers.configs import control_config, text_config
+from helpers.files import read_metrics, without_times
+from tokencredit import ControlConfig, PPOConfig
+from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.report.page import credit, render
+from tokencredit.report.reading import read_run
+from tokencredit.settings.control import AgentAdvantageConfig, AgentAuditConfig
+from tokencredit.settings.model import CriticConfig
+from tokencredit.settings.reader import build, read_settings
+from tokencredit.settings.run_kind import foreign_code, read_config
+from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig
+from tokencredit.text.ppo_trainer import PPOTrainer
+
+FILE = """
+from tokencredit.core import gae
+
+def my_gae(rewards, values, gamma, lam, **where):
+    return gae(rewards, values, gamma=gamma, lam=lam, **where)
+"""
+LAM = {"lam": 0.9}
+
+
+def unsure(rewards, values, entropy, mask, terminated, truncated, bootstrap, gamma, scale_of_lam=1.0):
+    """GAE with a λ per step, lower where the policy was sure of its next step."""
+    lam = 1 - (-scale_of_lam * entropy).exp()
+    advantages, following, after = torch.zeros_like(rewards), torch.zeros(len(rewards)), torch.zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        after = torch.where(terminated[:, t], 0.0, torch.where(truncated[:, t], bootstrap[:, t], after))
+        following = torch.where(terminated[:, t] | truncated[:, t], 0.0, following)
+        advantage = rewards[:, t] + gamma * after - values[:, t] + gamma * lam[:, t] * following
+        following, after = (torch.where(mask[:, t], a, b) for a, b in ((advantage, following), (values[:, t], after)))
+        advantages[:, t] = advantage
+    return advantages, advantages + values
+
+
+def differences(rewards, mask, prefix_scores):
+    """Differences of the reward's own scores of prefixes."""
+    total = torch.where(mask, rewards, 0.0).sum(1, keepdim=True)
+    last = mask & ~pad(mask[:, 1:], (0, 1))
+    following = torch.where(last, total, pad(prefix_scores[:, 1:], (0, 1)))
+    return following - prefix_scores, total.expand(rewards.shape)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run with GAE of ours, and one with the same from a file, audited after its last iteration."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.py").write_text(FILE)
+    for name, estimator in {"ours": "gae", "file": f"{folder}/mine.py:my_gae"}.items():
+        advantage = AdvantageConfig(estimator=estimator, **LAM)
+        audit = AuditConfig(every=2, completions=8, continuations=8, states=4)
+        PPOTrainer(args=text_config(folder / name, 2, advantage=advantage, audit=audit)).train()
+    return folder
+
+
+def test_gae_from_a_file_trains_exactly_as_ours(runs):
+    ours, own = (without_times(read_metrics(runs / name)) for name in ("ours", "file"))
+    assert ours == own
+
+
+def test_the_audit_is_under_the_own_name_beside_all_others(runs):
+    ours, own = (json.loads((runs / name / "audit.json").read_text())["credit"] for name in ("ours", "file"))
+    assert own["shown"] == "my_gae (mine.py), λ = 0.9"
+    assert set(own["estimators"]) == {own["shown"], *ours["estimators"]}
+    assert own["estimators"][own["shown"]] == ours["estimators"]["gae, λ = 0.9"]
+
+
+def test_the_page_shows_the_own_advantages_first(runs):
+    run = read_run(runs / "file")
+    shown = credit(run)[0]
+    assert shown["what_if"][0] == shown["numbers"]["advantage"]
+    assert "my_gae (mine.py)" in render(run)
+
+
+def test_config_yaml_names_the_file_and_the_code_is_listed(runs):
+    config = read_config(runs / "file" / "config.yaml", PPOConfig)
+    assert foreign_code(config)[0] == f"advantage.estimator runs {runs}/mine.py:my_gae"
+    with pytest.raises(ConfigError, match="--no-code, but"):
+        read_config(runs / "file" / "config.yaml", PPOConfig, no_code=True)
+
+
+def test_a_function_from_python_is_written_down_by_its_name_and_cannot_be_repeated_from_the_file(tmp_path):
+    estimator = partial(unsure, scale_of_lam=2.0)
+    args = text_config(tmp_path / "run", advantage=AdvantageConfig(estimator=estimator))
+    trainer = PPOTrainer(args=args)
+    trainer.train()
+    text = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["advantage"]["estimator"]
+    assert text == "python:unsure(scale_of_lam=2.0) (test_own_estimators.py)"
+    assert json.loads((tmp_path / "run" / "python.json").read_text()) == {"arguments": ["advantage.estimator"]}
+    with pytest.raises(ConfigError, match=r"advantage.estimator is python:unsure.* was given from Python"):
+        PPOTrainer(args=build(PPOConfig, read_settings(PPOConfig, tmp_path / "run" / "config.yaml")))
+    # λ by entropy: computed by hand from what the update reads.
+    batch, _ = trainer.credit.give(trainer.collect())
+    entropy = batch.rollout.entropy
+    assert (entropy[batch.rollout.mask] > 0).all()
+    values, mask = batch.rollout.values.double(), batch.rollout.mask
+    row, length = 0, int(mask[0].sum())
+    expected = batch.rewards[row, length - 1].double() - values[row, length - 1]
+    assert batch.advantages[row, length - 1] == pytest.approx(float(expected), abs=1e-6)
+    lam = 1 - (-2.0 * entropy[row, length - 2].double()).exp()
+    delta = batch.rewards[row, length - 2] + values[row, length - 1] - values[row, length - 2]
+    assert batch.advantages[row, length - 2] == pytest.approx(float(delta + lam * expected), abs=1e-6)
+
+
+def test_prefix_scores_need_no_critic(tmp_path):
+    nothing = {"critic": CriticConfig(kind="none"), "advantage": AdvantageConfig(estimator=differences)}
+    trainer = PPOTrainer(args=text_config(tmp_path / "run", **nothing))
+    batch, _ = trainer.credit.give(trainer.collect())
+    assert batch.rollout.values is None
+    torch.testing.assert_close(batch.advantages.sum(1), batch.rewards.sum(1) - batch.prefixes[:, 0])
+    with pytest.raises(ConfigError, match="reads prefix_scores, and no prefix is scored"):
+        PPOTrainer(None, lambda prompts, completions: [0.0] * len(prompts), text_config(tmp_path / "2", **nothing))
+
+
+def test_an_agent_is_trained_and_audited_by_its_own_estimator(tmp_path):
+    """By entropy with a λ of nearly 1 everywhere, which Monte Carlo is."""
+    mine = partial(unsure, scale_of_lam=1e6)
+    audit = AgentAuditConfig(every=2, episodes=2, continuations=2, states=2)
+    advantage = AgentAdvantageConfig(estimator=mine)
+    ControlTrainer(control_config(tmp_path / "own", audit=audit, advantage=advantage)).train()
+    audited = json.loads((tmp_path / "own" / "audit.json").read_text())["credit"]
+    assert audited["shown"] == "unsure(scale_of_lam=1000000.0) (test_own_estimators.py)"
+    monte_carlo = audited["estimators"]["monte_carlo (gae, λ = 1)"]
+    assert audited["estimators"][audited["shown"]]["sign_agreement"] == monte_carlo["sign_agreement"]
+    advantage = replace(advantage, estimator="monte_carlo")
+    ControlTrainer(control_config(tmp_path / "ours", audit=audit, advantage=advantage)).train()
+    returns = [[row["advantage_std"] for row in read_metrics(tmp_path / name)] for name in ("own", "ours")]
+    assert returns[0] == pytest.approx(returns[1], rel=1e-4)
+
+
+def needs_more(rewards, values, temperature):
+    return rewards, values
+
+
+def of_groups(rewards, group_size):
+    return rewards, rewards
+
+
+def of_reference(rewards, ref_logprobs):
+    return ref_logprobs, rewards
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"advantage": AdvantageConfig(estimator=needs_more)}, "needs temperature, which this run does not have"),
+        ({"advantage": AdvantageConfig(estimator="none.py:f")}, "there is no estimator file 'none.py'"),
+        (
+            {"advantage": AdvantageConfig(estimator=needs_more, kwargs={"heat": 1})},
+            "kwargs has 'heat', which needs_more",
+        ),
+        (
+            {"advantage": AdvantageConfig(estimator=of_reference), "kl": KLConfig(coef=0.0)},
+            "needs ref_logprobs, which this run does not have",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(groups, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(args=text_config(tmp_path / "run", **groups))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "critic", "message"),
+    [
+        ({"estimator": of_groups}, "none", "it compares the completions of one prompt"),
+        ({"estimator": unsure}, "none", "which needs a critic; set critic.kind"),
+        ({"estimator": of_groups, "lam": 0.5}, "none", "advantage.lam is 0.5, which advantage.estimator python:of_gro"),
+        ({"estimator": 3}, "shared", r"it must be one of gae, .* or your own, path/file.py:name"),
+    ],
+)
+def test_a_configuration_checks_what_the_function_names(advantage, critic, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        text_config(tmp_path, advantage=AdvantageConfig(**advantage), critic=CriticConfig(kind=critic))
+
+
+def test_agents_have_no_token_ids():
+    args = ControlConfig(advantage=AgentAdvantageConfig(estimator=lambda rewards, token_ids: (rewards, token_ids)))
+    with pytest.raises(ConfigError, match="needs token_ids, which this run does not have; it may name rewards"):
+        ControlTrainer(args)
+
+
+def failing(rewards, values):
+    raise KeyError("x")
+
+
+def short(rewards, values):
+    return rewards[:, 1:], rewards
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [(failing, r"failing .*raised KeyError: 'x' at .*test_own_estimators.py:\d+"), (short, r"must return advantages")],
+)
+def test_what_fails_in_the_run_is_named(estimator, message, tmp_path):
+    trainer = PPOTrainer(args=text_config(tmp_path / "run", advantage=AdvantageConfig(estimator=estimator)))
+    with pytest.raises(RunStopped, match=message):
+        trainer.train()
