@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM, PreTrainedTokenizerFast
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from helpers.configs import quiet
 from helpers.files import TIMES, drop_keys, read_metrics
-from helpers.models import loud
 from helpers.proofs import proofs
 from helpers.warm import together
+from helpers.words import END, PROMPT, WORTH, model, tokenizer
 from tokencredit.errors import ConfigError
 from tokencredit.report.reading import read_run, with_audit
 from tokencredit.runs.folder import RunFolder
@@ -33,21 +32,7 @@ from tokencredit.tools.audit_run import audit_run
 
 pytestmark = pytest.mark.slow
 
-WORDS = ["<e>", "a", "b", "c", "d"]
-END, LENGTH, PROMPT = 0, 4, [1, 2]
-WORTH = torch.tensor([0.3, 1.0, -0.5, 0.2, -1.0])
-
-
-def tokenizer():
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", pad_token="<e>")
-
-
-def model(seed=0):
-    torch.manual_seed(seed)
-    shape = {"vocab_size": 5, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    return loud(GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0)).eval(), std=0.6)
+LENGTH = 4
 
 
 def whole(completion_ids, **_):

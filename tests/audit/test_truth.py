@@ -95,12 +95,22 @@ def test_one_sample_has_no_error_and_neither_have_samples_that_are_all_equal():
     assert means[0].isnan().tolist() == noise[0].isnan().tolist() == [True, False]
     assert float(noise[0, 1]) == 0.0
     assert errors[0].isnan().all(), "how far off the mean is cannot be told from them"
-    assert samples.mean()[0].tolist() == [1.0, pytest.approx(0.1)], "a mean of one is one"
+
+
+def test_an_environments_answer_parts_the_action_before_it_from_the_state_after_it():
+    """Tokens 0 and 2 are the policy's: before the answer Q(s0, a0) alone is sampled, after it V(s2) alone."""
+    returns = Returns(torch.tensor([[True, False, True, False]]))
+    rows, at, values = torch.tensor([0] * 4), torch.tensor([0, 1, 2, 3]), torch.arange(8.0).view(4, 2)
+    returns.add(rows, at, values, 10 + values)
+    truth = returns.truth(torch.tensor([math.nan]), torch.tensor([3]))
+    nan = pytest.approx(math.nan, nan_ok=True)
+    assert truth.values.tolist() == [[0.5, nan, 4.5, nan]]
+    assert truth.advantages.tolist() == [[12.5 - 0.5, nan, 16.5 - 4.5, nan]], "chance follows the last token too"
 
 
 def test_returns_of_two_tokens_by_hand():
     """A completion of two tokens: from before the first V(s0), from before the second V(s1) and Q(s0, a0)."""
-    returns = Returns(1, 2)
+    returns = Returns(torch.ones(1, 2, dtype=torch.bool))
     values, actions = torch.tensor([[1.0, 3.0], [2.0, 4.0]]), torch.tensor([[math.nan] * 2, [1.5, 3.5]])
     returns.add(torch.tensor([0, 0]), torch.tensor([0, 1]), values, actions)
     truth = returns.truth(torch.tensor([5.0]), torch.tensor([2]))

@@ -147,13 +147,15 @@ def _moments(sums: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def judge_critic(truth: Truth, values: Tensor) -> dict[str, Any]:
     """Compare a critic's values, `[rows, time]`, with the truth.
 
+    Values that are NaN take no part.
+
     Returns:
         Figures `explained_variance`, `rmse`, `constant_rmse`, `bias`, `slope`, `spread`, `ranking` (share of pairs of
         states that the critic orders correctly, among pairs that differ by over two standard errors), `ranking_within`
         (pairs within a row) and `noise`; `states`, their number; and `reliability`, a list of bins of equal size with
         the means `predicted` and `true` and the interval of the latter.
     """
-    known = truth.values.isfinite()
+    known = truth.values.isfinite() & values.isfinite()
     # Every figure is invariant to a common shift, and sums of squares lose fewer digits near 0.
     centre = truth.values[known].mean()
     sums = row_sums(known, truth.values - centre, truth.value_noise, values.double() - centre)

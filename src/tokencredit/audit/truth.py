@@ -87,11 +87,6 @@ class Samples:
         self._squares[rows, at] += shifted.square().sum(1)
         self.counts[rows, at] += samples.shape[1]
 
-    def mean(self) -> Tensor:
-        """Means, `[rows, time]`; NaN where there is no sample."""
-        means: Tensor = self._shift + self._sum / torch.where(self.counts > 0, self.counts, torch.nan)
-        return means
-
     def with_errors(self) -> Means:
         """Means with their standard errors s̃ / √n, of `pooled_variances`."""
         count = torch.where(self.counts >= 2, self.counts, torch.nan)
@@ -106,11 +101,14 @@ class Returns:
 
     A continuation from the state after step t is a sample of V(sₜ₊₁) by its return from t + 1 on, and of Q(sₜ, aₜ) by
     its return from t on, which includes the reward of the step itself. This requires deterministic transitions, as with
-    tokens.
+    tokens. Where an environment answers step t, continuations that begin before the answer sample Q(sₜ, aₜ) alone, and
+    those that begin after it sample the next state's V alone.
     """
 
-    def __init__(self, rows: int, time: int):
-        """Start without samples of completions with at most `time` tokens."""
+    def __init__(self, mask: Tensor):
+        """Start without samples; the mask `[rows, time]` is true at the policy's steps."""
+        rows, time = mask.shape
+        self._acted = torch.nn.functional.pad(mask.cpu(), (0, 1))  # false after the last step, and before the first
         self._values, self._actions = Samples(rows, time + 1), Samples(rows, time)
 
     @property
@@ -122,26 +120,24 @@ class Returns:
         """Add continuations from the states before steps `at` `[n]` of rows `[n]`, no state twice.
 
         `values` are the returns `[n, continuations]` from those steps on, `actions` those from the preceding steps on,
-        which are ignored at step 0.
+        where they are the policy's.
         """
-        self._values.add(rows, at, values)
-        has_action = at > 0
+        acted, has_action = self._acted[rows, at], self._acted[rows, at - 1]
+        self._values.add(rows[acted], at[acted], values[acted])
         self._actions.add(rows[has_action], at[has_action] - 1, actions[has_action])
-
-    def means(self) -> Tensor:
-        """Mean return from each state, `[rows, time]`; NaN without samples."""
-        return self._values.mean()[:, :-1]
 
     def truth(self, last_rewards: Tensor, lengths: Tensor) -> Truth:
         """True values and advantages of the states with at least two continuations.
 
         SE(A)² = SE(Q)² + SE(V)², since Q and V come from independent continuations. The Q of a row's last step is its
-        return `last_rewards` `[rows]`, with a bootstrap, which is known exactly; `lengths` `[rows]` are steps.
+        return `last_rewards` `[rows]`, with a bootstrap, which is known exactly, or NaN if chance is part of it;
+        `lengths` `[rows]` are steps.
         """
         values = Means(*(x[:, :-1] for x in self._values.with_errors()))
         actions = self._actions.with_errors()
-        last = torch.arange(len(lengths)), lengths - 1
-        actions.means[last] = last_rewards.double().cpu()
+        known = last_rewards.cpu().isfinite()
+        last = torch.arange(len(lengths))[known], lengths[known] - 1
+        actions.means[last] = last_rewards.double().cpu()[known]
         actions.errors[last] = actions.noise[last] = 0.0
         errors = torch.hypot(actions.errors, values.errors)
         return Truth(*values, actions.means - values.means, errors, actions.noise + values.noise)

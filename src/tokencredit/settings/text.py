@@ -251,9 +251,6 @@ class PPOConfig(Configuration):
 
     def check_turns(self) -> None:
         """Raise `ConfigError` for settings that episodes of several turns do not have."""
-        if self.audit.every:
-            reason = "continuations begin inside an episode, where no environment can start: leave it out"
-            refuse(self, "audit.every", reason)
         if self.sharding.sampling == "layers":
             refuse(self, "sharding.sampling", "episodes do not sample in step; set sharding.sampling: gathered")
         if self.rollout.cache == "static":

@@ -186,8 +186,13 @@ class Credit:
         """Sampled returns `[batch, time]`, the discounted sums of rewards; running state is not updated."""
         score_rewards, kl_rewards = self._rewards(scored, scale(scored.scores))
         options = {"gamma": self.args.advantage.gamma}
-        returns, _ = estimate("reward_to_go", score_rewards + kl_rewards, options=options, **self._where(scored))
-        return returns
+        rewards, where = score_rewards + kl_rewards, self._where(scored)
+        if (turns := self._turns(scored.rollout)) is None:
+            return estimate("reward_to_go", rewards, options=options, **where)[1]
+        # Steps are turns: a token's return is its turn's, without the rewards of the turn's tokens before it.
+        _, returns = estimate_by_turn("reward_to_go", rewards, turns=turns, options=options, **where)
+        before = rewards.cumsum(1) - rewards
+        return returns - (before - turns.spread(turns.at_first(before))) * scored.rollout.mask
 
     def advantages(self, scored: Batch, scale: ScoreScale, args: AdvantageConfig) -> Tensor:
         """Unwhitened advantages by another estimator; arguments as in `returns`."""

@@ -224,11 +224,11 @@ def source_digests(
     return {name: value for name, value in digests.items() if value is not None}
 
 
-def next_steps(args: PPOConfig, given: list[str], *, audits: bool) -> dict[str, str]:
+def next_steps(args: PPOConfig, given: list[str]) -> dict[str, str]:
     """Commands and calls for a trained run, with their meaning; `given` are names of arguments from Python."""
     prompt = " --prompt TEXT" if {"train_dataset", "environment_factory", "tools"} & set(given) else ""
     steps = {f"tokencredit generate RUN{prompt}": "completions of the trained policy"}
-    if audits and (args.run.save_every or given):
+    if args.run.save_every or given:
         steps["trainer.audit()" if given else "tokencredit audit RUN"] = "audit of the credit"
     return steps
 

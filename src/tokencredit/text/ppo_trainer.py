@@ -41,7 +41,6 @@ from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prefixes import choose_spacing, save_fit
-from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
@@ -60,8 +59,6 @@ from tokencredit.text.turns.episode_record import episode_events
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
-
-NOT_CONTINUED = "an audit continues a text from its middle, and an environment cannot be continued there"
 
 
 class PPOTrainer:
@@ -154,10 +151,7 @@ class PPOTrainer:
         setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
-        self.auditor: CompletionAuditor | None = None
-        """None with an environment, whose episodes cannot be continued from their middle."""
-        if isinstance(self.prompts, Prompts):
-            self.auditor = CompletionAuditor(self.pipeline, self.credit, self.prompts, args.audit)
+        self.auditor = CompletionAuditor(self.pipeline, self.credit, self.prompts, args.audit)
         self.learner = build_learner(args, models, self.processes)
         self.stages = Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
@@ -202,8 +196,6 @@ class PPOTrainer:
 
         `settings` are its size; by default those of `args.audit`, with all states.
         """
-        if self.auditor is None:
-            raise ConfigError(NOT_CONTINUED)
         audit = self.auditor.write(self.record, settings, self.tokenizer)
         write_final_report(self.record)
         return audit
@@ -252,7 +244,7 @@ class PPOTrainer:
             # 4. Evaluate and audit if due. What is returned here, `runs.loop.run` writes down.
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
-            if self.auditor is not None and self.args.audit.every and number % self.args.audit.every == 0:
+            if self.args.audit.every and number % self.args.audit.every == 0:
                 metrics |= self.auditor.measure(number, self.stages, self.record, self.tokenizer)
             results |= {"metrics": metrics, "samples": samples}
         return metrics | self.stages.times(metrics["tokens"]), samples
@@ -380,12 +372,9 @@ class PPOTrainer:
     def finish(self, stopped_by: str) -> Summary:
         """Write policy, summary, audit and report, upload the policy of a run at its end, and return the summary."""
         summary = self.record.end(stopped_by, self._save, in_all=self.sharded)
-        if self.auditor is not None:
-            self.auditor.at_end(summary, self.stages, self.record, self.tokenizer)
-        elif self.args.audit.at_end and not self.record.failed:
-            self.record.screen.say(f"no audit at the end: {NOT_CONTINUED}")
+        self.auditor.at_end(summary, self.stages, self.record, self.tokenizer)
         write_final_report(self.record)
-        self.record.next_steps(setup.next_steps(self.args, self.origin["given"], audits=self.auditor is not None))
+        self.record.next_steps(setup.next_steps(self.args, self.origin["given"]))
         setup.upload_policy(self.args.run, self.record, stopped_by)
         return summary
 

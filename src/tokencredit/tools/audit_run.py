@@ -47,11 +47,6 @@ def audit_run(
 def _audit_completions(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: int | None) -> dict[str, Any]:
     from tokencredit.text.ppo_trainer import PPOTrainer
 
-    if config.several_turns():
-        raise ConfigError(
-            f"{str(run)!r} is a run of several turns; an audit samples continuations of a text from its middle, and an "
-            "environment cannot be continued from there"
-        )
     arguments = [*read_python(run), *(() if config.model.name else ("model",))]
     if arguments:
         raise ConfigError(
@@ -62,7 +57,6 @@ def _audit_completions(run: Path, config: PPOConfig, settings: AuditConfig, chec
         trainer = PPOTrainer(args=replace(with_engine(config), run=replace(config.run, dir=str(run))))
         number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
         load(trainer, state, set())
-        assert trainer.auditor is not None
         rows = read_run(run, samples=False).metrics
         return trainer.auditor.record(number, settings, trainer.tokenizer, rows, trainer.record.screen.say)
 

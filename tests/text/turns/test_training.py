@@ -19,7 +19,7 @@ from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_kind import read_source
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AdvantageConfig, AuditConfig, EvalConfig, KLConfig, UpdateConfig
+from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, UpdateConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.turns.builtin.calculator import Calculator
 from tokencredit.tools.scoring_options import EvaluateOptions
@@ -154,7 +154,6 @@ def test_evaluations_play_other_episodes_than_training(tmp_path):
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"audit": AuditConfig(every=1)}, "audit.every is 1; .* leave it out"),
         ({"rollout": RolloutConfig(batch_size=8, cache="static")}, "rollout.cache is static; episodes of several"),
         (
             {"eval": EvalConfig(every=1, max_new_tokens=24)},

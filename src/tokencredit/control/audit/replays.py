@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +14,7 @@ from gymnasium.wrappers import TimeLimit
 from gymnasium.wrappers.vector import NormalizeObservation
 from torch import Tensor
 
+from tokencredit.audit.fresh_randomness import redraw
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, ReplayWrapper, ScaleReward
@@ -30,9 +28,6 @@ CHUNK = 32
 """Steps whose random numbers are sampled at once."""
 CHECKED = 100
 """Steps that are played twice to check that an environment can be audited."""
-GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-SHARED_TYPES = (type, ModuleType, CodeType, FrameType)
-"""Referenced by the environment, but not its own; the search for its RNGs stops there."""
 
 
 class NotReplayed(RunStopped):
@@ -238,39 +233,3 @@ def time_limit(env: Env[Any, Any]) -> int | None:
             return None if layer.spec is None else layer.spec.max_episode_steps
         layer = layer.env
     return None
-
-
-def redraw(env: Any, seed: int) -> None:
-    """Reseed all RNGs that an environment, its wrappers and spaces reference at any depth.
-
-    Covers NumPy, Python and PyTorch generators, but not global ones or those inside compiled simulators.
-    """
-    for number, generator in enumerate(generators(env)):
-        seeds = np.random.SeedSequence([seed, number])
-        if isinstance(generator, np.random.Generator):
-            bits = generator.bit_generator
-            bits.state = type(bits)(seeds).state
-        elif isinstance(generator, np.random.RandomState):
-            generator.seed(seeds.generate_state(4))
-        elif isinstance(generator, random.Random):
-            generator.seed(int(seeds.generate_state(1, np.uint64)[0]))
-        else:
-            generator.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-
-
-def generators(root: Any) -> list[Any]:
-    """The RNGs that an object references, at any depth."""
-    result, visited, stack = [], set(), [root]
-    while stack:
-        item = stack.pop()
-        kind = type(item)
-        if id(item) in visited or issubclass(kind, SHARED_TYPES):
-            continue
-        visited.add(id(item))
-        if issubclass(kind, GENERATOR_TYPES):
-            result.append(item)
-        elif issubclass(kind, FunctionType):  # skips its globals, which belong to a module
-            stack += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
-        else:
-            stack += gc.get_referents(item)
-    return result

@@ -1,4 +1,4 @@
-"""Audit a policy's credit: fresh completions, their true values, and the advantages of every estimator."""
+"""Audit a policy's credit: fresh completions or episodes, their true values, and the advantages of every estimator."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from tokencredit.runs.loop import audit_at_end
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import History, Summary
 from tokencredit.settings.training import AuditConfig
-from tokencredit.text.audit.continuations import Continuations, States, run_in_all, states_of
+from tokencredit.text.audit.continuations import Continuations, States, episode_start, run_in_all, states_of
 from tokencredit.text.audit.cost import AT_END, PLANNED, Cost, Meter, Pace, expected
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prefixes import scoring
 from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch
+from tokencredit.text.turns.replay import NotReplayed
 
 GROUP = 8
 """Group size of group estimators in an audit on request of a run with one completion per prompt."""
@@ -87,7 +89,7 @@ class CompletionAuditor:
     pipeline: Pipeline
     credit: Credit
     """The run's credit, which audits do not modify."""
-    prompts: Prompts
+    prompts: Prompts | Tasks
     settings: AuditConfig
     """Size of the audit; `every` is not read."""
     group: int = 1
@@ -111,6 +113,7 @@ class CompletionAuditor:
         Raises:
             UnusableBatch: a log-probability, KL, value or reward is not finite, in any process.
             RewardError: a reward could not be computed.
+            NotReplayed: an environment answers otherwise when an episode is replayed.
         """
         # Fresh completions in whole groups, seeded by the iteration and the process.
         args, processes, meter = self.credit.args, self.pipeline.processes, self._meter()
@@ -129,19 +132,18 @@ class CompletionAuditor:
         credit.baseline.load_state_dict(self.credit.baseline.state_dict())  # as before this batch
         # Their truth, from continuations of the first completion of each group.
         scale, rows = credit.score_scale(scored.scores), torch.arange(0, len(scored.scores), group)
-        returns = Returns(len(rows), scored.rollout.mask.shape[1])
+        returns, lengths = Returns(scored.rollout.mask[rows]), scored.rollout.response_lengths().cpu()[rows]
+        last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
         most = args.rollout.batch_size // processes.count
         sampler = Continuations.of(self.pipeline, credit, scored, random, most)
         with self.pipeline.held():
-            run_in_all(processes, scored, lambda: self._sample(returns, sampler, scored, rows, meter))
-        lengths = scored.rollout.mask.sum(1).cpu()[rows]
-        last = credit.returns(scored, scale).cpu()[rows, lengths - 1]
+            run_in_all(processes, scored, lambda: self._sample(returns, last, sampler, scored, rows, meter))
         values = batch.rollout.values
         return Audit(
             batch,
             rows.tolist(),
             returns.truth(last, lengths),
-            None if values is None else values.cpu()[rows],
+            None if values is None else values.where(batch.valued, torch.nan).cpu()[rows],
             {label: x.cpu()[rows] for label, x in self._estimates(credit, batch, scale, group)},
             float(returns.counts[returns.counts > 0].mean()),
             Cost(meter.calls, meter.tokens, time.perf_counter() - meter.started),
@@ -195,6 +197,8 @@ class CompletionAuditor:
         """The work of an audit, or of one of so many `completions`, by the last of a run's rows of metrics."""
         rollout, pipeline = self.credit.args.rollout, self.pipeline
         pace = Pace.of(rows, rollout.batch_size, rollout.max_new_tokens)
+        if isinstance(self.prompts, Tasks):  # episodes are replayed to the state
+            pace = pace._replace(continued=1.0)
         every = pipeline.prefix_every if scoring(pipeline.terms) else 0
         return expected(self.settings, max(self.group, rollout.per_prompt), pace, every, completions)
 
@@ -225,7 +229,7 @@ class CompletionAuditor:
             record.screen.say(f"each audit: about {self.expected(record.history)}")
         try:
             audit = self._staged(number, stages, tokenizer)
-        except (UnusableBatch, EngineLost) as error:
+        except (UnusableBatch, EngineLost, NotReplayed) as error:
             record.event(f"an audit is skipped: {error}")
             return {}
         if self.pipeline.processes.main:
@@ -249,17 +253,36 @@ class CompletionAuditor:
         prompts, bootstrap = self.prompts.batch(place * count, count, group), args.advantage.bootstrap
         return self.pipeline.collect(prompts, args.rollout, uniforms, group, values=True, bootstrap=bootstrap)
 
-    def _sample(self, returns: Returns, sampler: Continuations, scored: Batch, rows: Tensor, meter: Meter) -> None:
-        """Sample continuations into `returns` up to the configured number or limit."""
-        random = sampler.generator
+    def _sample(
+        self, returns: Returns, last: Tensor, sampler: Continuations, scored: Batch, rows: Tensor, meter: Meter
+    ) -> None:
+        """Sample continuations into `returns` up to the configured number or limit.
+
+        Returns `last` from the last token on become NaN where they depend on an environment's chance.
+        """
+        random, positions = sampler.generator, []
+        chance = self._replayed(scored, rows.tolist())
+        last[torch.tensor(chance)] = torch.nan
         # Independent positions for each row; shared ones would correlate rows, which the confidence intervals exclude.
-        lengths = scored.rollout.mask.sum(1).cpu()[rows].tolist()
-        positions = [around(spread(length, self.settings.states, random), length) for length in lengths]
+        for acted, by_chance in zip(scored.rollout.mask.cpu()[rows], chance, strict=True):
+            tokens = acted.nonzero()[:, 0].tolist()
+            chosen = [tokens[i] for i in spread(len(tokens), self.settings.states, random)]
+            positions.append(around(chosen, tokens[-1] + 1 + by_chance))
         states = states_of(positions)
         for count in rounds(self.settings.continuations, limited=meter.limited):
             for part in sampler.returns(scored, States(rows[states.rows], states.at), count, meter.allows):
                 returns.add(torch.searchsorted(rows, part.states.rows), part.states.at, part.values, part.actions)
                 meter.tokens += part.tokens
+
+    def _replayed(self, scored: Batch, rows: Sequence[int]) -> list[bool]:
+        """Check that episodes can be replayed; true for those whose environment holds random number generators."""
+        player = self.pipeline.player
+        if scored.episodes is None or player is None:
+            return [False] * len(rows)
+        after = scored.rollout.mask.shape[1] + 1  # whole episodes, with their last answers
+        transcripts, _, replayed = player.replay([episode_start(scored, row, after) for row in rows])
+        player.environments.release(transcript.episode for transcript in transcripts)
+        return [answers.random for answers in replayed]
 
     def _estimates(self, credit: Credit, scored: Batch, scale: ScoreScale, group: int) -> Iterator[tuple[str, Tensor]]:
         """Label and unwhitened advantages of each estimator."""
@@ -275,7 +298,7 @@ class CompletionAuditor:
 
 
 def around(tokens: list[int], length: int) -> list[int]:
-    """Positions of the states before and after these tokens of a completion, without the final state."""
+    """Positions of the states before and after these tokens of a completion that are below `length`."""
     return sorted({at for token in tokens for at in (token, token + 1) if at < length})
 
 

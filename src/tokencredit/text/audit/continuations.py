@@ -1,4 +1,4 @@
-"""Continuations: completions sampled from intermediate states of others, and their returns."""
+"""Continuations: completions and episodes that start at states of others, and their returns."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.processes import Processes, restored
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.rewards.calls import RewardError
+from tokencredit.text.turns.replay import EpisodeStart
 
 
 class States(NamedTuple):
@@ -24,7 +26,7 @@ class States(NamedTuple):
     rows: Tensor
     """Row of the completion."""
     at: Tensor
-    """Index of the token after the state."""
+    """Number of tokens before the state. After a turn of an episode, the environment has not answered it yet."""
 
 
 def states_of(positions: Sequence[Sequence[int]]) -> States:
@@ -98,9 +100,12 @@ class Continuations:
             if not allows(part.at, count):
                 return
             sampled = self._sample(scored, part, count)
-            returns = self.credit.returns(sampled, self.scale).cpu().unflatten(0, (-1, count))
+            returns = pad(self.credit.returns(sampled, self.scale).cpu(), (0, 1)).unflatten(0, (-1, count))
             before, at = (x.clamp(min=0).view(-1, 1, 1).expand(-1, count, 1) for x in (part.at - 1, part.at))
-            tokens = int(sampled.rollout.mask.sum()) - count * int(part.at.sum())
+            started = scored.rollout.mask.cpu()[part.rows] & (
+                torch.arange(scored.rollout.mask.shape[1]) < part.at[:, None]
+            )
+            tokens = int(sampled.rollout.mask.sum()) - count * int(started.sum())
             yield Continued(part, returns.gather(2, at).squeeze(2), returns.gather(2, before).squeeze(2), tokens)
 
     def _sample(self, scored: Batch, states: States, count: int) -> Batch:
@@ -109,13 +114,29 @@ class Continuations:
         prompts = scored.prompts.select(repeated.tolist())
         uniforms = torch.rand(len(repeated), args.rollout.max_new_tokens, generator=self.generator)
         started = [rollout.response_ids[row, :end] for row, end in zip(repeated.tolist(), at.tolist(), strict=True)]
-        sampled = self.pipeline.engine.generate(prompts, args.rollout, uniforms, count, started)
+        episodes = None
+        if scored.episodes is None:
+            sampled = self.pipeline.engine.generate(prompts, args.rollout, uniforms, count, started)
+        else:
+            assert self.pipeline.player is not None
+            seeds = torch.randint(2**31, (len(repeated),), generator=self.generator).tolist()
+            recorded = zip(repeated.tolist(), at.tolist(), seeds, strict=True)
+            starts = [episode_start(scored, *state) for state in recorded]
+            with restored():
+                _, sampled, episodes = self.pipeline.player.resume(prompts, starts, started, args.rollout, uniforms)
         target, source = (
             torch.arange(x.shape[1], device=device) < at.unsqueeze(1) for x in (sampled.mask, rollout.mask)
         )
-        sampled.logprobs[target] = rollout.logprobs[repeated][source]
-        texts = sampled.texts(self.pipeline.tokenizer)
-        return self.pipeline.score(Batch(prompts, sampled, texts), args.rollout, bootstrap=args.advantage.bootstrap)
+        for name in ("logprobs", *(["mask", "turn_ends"] if episodes else [])):
+            getattr(sampled, name)[target] = getattr(rollout, name)[repeated][source]
+        batch = Batch(prompts, sampled, sampled.texts(self.pipeline.tokenizer), episodes)
+        return self.pipeline.score(batch, args.rollout, bootstrap=args.advantage.bootstrap)
+
+
+def episode_start(scored: Batch, row: int, at: int, seed: int | None = None) -> EpisodeStart:
+    """The state of an episode after `at` tokens; arguments as in `EpisodeStart`."""
+    assert scored.episodes is not None
+    return EpisodeStart(scored.episodes[row], scored.prompts.prompts[row], at, seed)
 
 
 def run_in_all(processes: Processes, scored: Batch, work: Callable[[], None]) -> None:

@@ -46,6 +46,8 @@ class Pace(NamedTuple):
     """Seconds per completion of the reward."""
     prefixes: float = 0.0
     """Seconds per completion of scoring its prefixes."""
+    continued: float = 0.5
+    """Share of a completion's sampling that a continuation takes."""
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], batch: int, longest: int) -> Pace:
@@ -74,7 +76,7 @@ def expected(size: AuditConfig, group: int, pace: Pace, prefix_every: int = 0, c
     continued = completions * states * size.continuations
     passes, prefixes = pace.passes or 0.0, pace.length / prefix_every if prefix_every else 0.0
     first = [completions * group * x for x in (1 + prefixes, pace.length, passes + pace.reward + pace.prefixes)]
-    more = [continued * x for x in (1.0, pace.length / 2, passes / 2 + pace.reward)]
+    more = [continued * x for x in (1.0, pace.length / 2, passes * pace.continued + pace.reward)]
     limits = zip((size.calls, size.tokens, size.seconds), first, more, strict=True)
     share = min([1.0, *(max(limit - x, 0.0) / y for limit, x, y in limits if limit and y)])
     calls, tokens, seconds = (x + share * y for x, y in zip(first, more, strict=True))

@@ -31,6 +31,16 @@ class Conversation(ABC):
         self.prompts, self.settings = prompts, settings
         rows = zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)
         self.prompt_ids: list[list[int]] = [ids[mask].tolist() for ids, mask in rows]
+        self.begun = [0] * len(self.prompt_ids)
+        """Tokens of each row's next turn that `begin` has given."""
+
+    def begin(self, started: Sequence[Sequence[int]], turns: Sequence[int]) -> None:
+        """Give each row its first tokens after the prompt, before anything is sampled.
+
+        Those from index `turns` of a row on begin its next turn, and count as sampled; the others are earlier turns and
+        observations. Their log-probs, and all else of them in the rollout, may be unset.
+        """
+        self.begun = [len(ids) - turn for ids, turn in zip(started, turns, strict=True)]
 
     @abstractmethod
     def sample(

@@ -52,7 +52,7 @@ class RequestEngine(Engine):
         # A completion is an episode of one turn, whose first tokens may be fixed.
         conversation = self.converse(prompts, settings, uniforms)
         if started is not None:
-            conversation.begin([tokens.tolist() for tokens in started])
+            conversation.begin([tokens.tolist() for tokens in started], [0] * len(started))
         # All requests at once: the sampler schedules them, and each ends on its own.
         rows = range(len(uniforms))
         with self._before_passes():
@@ -203,10 +203,12 @@ class RequestConversation(Conversation):
         self.ends: list[list[int]] = [[] for _ in range(count)]
         """Position of the last token of each turn."""
 
-    def begin(self, started: Sequence[list[int]]) -> None:
-        """Begin the first turns with these tokens, which count as sampled."""
+    def begin(self, started: Sequence[Sequence[int]], turns: Sequence[int]) -> None:
+        """Give rows their first tokens, as `engine.Conversation.begin`."""
+        super().begin(started, turns)
         for row, ids in enumerate(started):
             self._append(row, ids, [0.0] * len(ids), acted=True)
+            self.turn_starts[row] = turns[row]
 
     def left(self, row: int) -> int:
         """Tokens that are left of a row's `max_new_tokens`."""
@@ -230,7 +232,7 @@ class RequestConversation(Conversation):
         """Sample the next turn of some rows, as `engine.Conversation.sample`."""
         requests = []
         for row, observation, limit in zip(rows, observations, limits, strict=True):
-            before = len(self.sampled[row]) - self.turn_starts[row] if not self.ends[row] else 0  # tokens of `begin`
+            before, self.begun[row] = self.begun[row], 0
             self._append(row, observation, [0.0] * len(observation), acted=False)
             self.turn_starts[row] = len(self.sampled[row]) - before
             shortest = max(self.settings.min_new_tokens - before, 0)

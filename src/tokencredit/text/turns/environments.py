@@ -110,6 +110,11 @@ class Environments:
         with self._lock:
             return [self._episode(row, seed) for row, seed in zip(rows, seeds, strict=True)]
 
+    def repeat(self, episodes: Iterable[Episode]) -> list[Episode]:
+        """New episodes with the rows and seeds of these, each with an environment of its own until `release`."""
+        with self._lock:
+            return [self._begin(episode.instance.factory, episode.row) for episode in episodes]
+
     def release(self, episodes: Iterable[Episode]) -> None:
         """Let later episodes use the environments of these, which are over and scored.
 
@@ -127,11 +132,14 @@ class Environments:
     def _episode(self, row: Mapping[str, Any], seed: int) -> Episode:
         name = None if None in self.factories else row.get(COLUMN)
         factory = self._factory(name)
-        free = self._free[factory.label]
-        instance = free.pop(0) if free else self._instance(factory)
         arguments = {key: value for key, value in row.items() if name is None or key != COLUMN}
         if factory.steps or factory.takes_seed():
             arguments = {"seed": seed, **arguments}
+        return self._begin(factory, arguments)
+
+    def _begin(self, factory: Factory, arguments: Mapping[str, Any]) -> Episode:
+        free = self._free[factory.label]
+        instance = free.pop(0) if free else self._instance(factory)
         kind = StepEpisode if factory.steps else ToolEpisode
         return kind(instance, arguments, self._config.observation_tokens)
 

@@ -23,6 +23,7 @@ from tokencredit.text.turns.chat.framing import ChatFraming, Framing, TextFramin
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import Span, Transcript, episode_record
 from tokencredit.text.turns.protocols.episode import TERMINATED, Episode, Reply, fit
+from tokencredit.text.turns.replay import EpisodeStart, Replayed, replay, require_equal
 from tokencredit.user_code.workers import Workers
 
 PATIENCE = 1.0
@@ -93,12 +94,60 @@ class EpisodePlayer:
         # Play turns and replies until every episode has ended.
         conversation = self.engine.converse(prompts, settings, uniforms)
         transcripts = [Transcript(episode) for episode in episodes]
-        EpisodeState(self, framing, conversation, transcripts).play()
+        return self._finished(prompts, EpisodeState(self, framing, conversation, transcripts))
+
+    def resume(
+        self,
+        prompts: PromptBatch,
+        starts: Sequence[EpisodeStart],
+        started: Sequence[Tensor],
+        settings: SamplingConfig,
+        uniforms: Tensor,
+    ) -> PlayedBatch:
+        """Replay recorded episodes up to a state, and go on from there; other arguments as in `play`.
+
+        `started` are the tokens before the states, whose mask and numbers are unset in the rollout. Raises
+        `NotReplayed` if the environment answers otherwise than in the record.
+        """
+        transcripts, turns, _ = self.replay(starts)
+        conversation = self.engine.converse(prompts, settings, uniforms)
+        conversation.begin([tokens.tolist() for tokens in started], turns)
+        state = EpisodeState(self, self.framings.of(prompts.prompts), conversation, transcripts)
+        for row, (start, begun) in enumerate(zip(starts, transcripts, strict=True)):
+            if len(begun.turns) > len(begun.replies):
+                # A text that was cut at its limit, as `_record` has it.
+                recorded = start.transcript
+                state.ask(
+                    row, cut=recorded.ending == "length" and recorded.replies[len(begun.replies)].ending == "answer"
+                )
+        return self._finished(prompts, state)
+
+    def replay(self, starts: Sequence[EpisodeStart]) -> tuple[list[Transcript], list[int], list[Replayed]]:
+        """Replay recorded episodes up to a state, in threads.
+
+        Returns transcripts up to there, of environments that are there too, the first token of each one's next turn,
+        and the environment's answers. Raises `NotReplayed` if they are not those of the record.
+        """
+        episodes = self.environments.repeat(start.transcript.episode for start in starts)
+        transcripts, turns = zip(*map(EpisodeStart.begin, starts, episodes), strict=True)
+        calls = [
+            self.workers.submit(replay, episode, begun, start.seed)
+            for start, episode, begun in zip(starts, episodes, transcripts, strict=True)
+        ]
+        replayed = [call.result() for call in calls]
+        tokenizer = self.framings.text.tokenizer
+        for answers, start, begun in zip(replayed, starts, transcripts, strict=True):
+            require_equal(answers, start, begun, self.config.observation_tokens, tokenizer)
+        return list(transcripts), list(turns), replayed
+
+    def _finished(self, prompts: PromptBatch, state: EpisodeState) -> PlayedBatch:
+        """Play episodes to their ends."""
+        state.play()
         # An episode that neither the environment nor an answer ended is cut off, and worth its bootstrap.
-        rollout = conversation.rollout()
-        terminated = [transcript.ending in TERMINATED for transcript in transcripts]
+        rollout = state.conversation.rollout()
+        terminated = [transcript.ending in TERMINATED for transcript in state.transcripts]
         truncated = ~torch.tensor(terminated, device=rollout.mask.device)
-        return PlayedBatch(prompts, replace(rollout, truncated=truncated), transcripts)
+        return PlayedBatch(prompts, replace(rollout, truncated=truncated), state.transcripts)
 
     def _prompts(
         self,
@@ -126,7 +175,12 @@ class EpisodeState:
     def __init__(
         self, player: EpisodePlayer, framing: Framing, conversation: Conversation, transcripts: Sequence[Transcript]
     ):
-        self.player, self.framing, self.conversation, self.transcripts = player, framing, conversation, transcripts
+        self.player, self.framing, self.conversation, self.transcripts = (
+            player,
+            framing,
+            conversation,
+            list(transcripts),
+        )
         self.pending: dict[int, Future[Reply]] = {}
         self.cut: dict[int, bool] = {}
         """Rows whose turn was cut at its limit."""
@@ -135,7 +189,7 @@ class EpisodeState:
 
     def play(self) -> None:
         """Play until every episode has ended."""
-        ready: dict[int, list[int]] = {row: [] for row in range(len(self.transcripts))}
+        ready: dict[int, list[int]] = {row: [] for row in range(len(self.transcripts)) if row not in self.pending}
         while ready or self.pending:
             if ready:
                 self._sample(ready)
@@ -151,21 +205,27 @@ class EpisodeState:
             if observation:
                 end, reply = transcript.spans[-1].end, transcript.replies[-1]
                 transcript.spans.append(Span(_role(reply), end, end + count))
-            left = conversation.left(row) - count
-            limits.append(left if limit is None else min(limit, left))
-            starts[row] = len(conversation.tokens(row)) + count
+            left, begun = conversation.left(row) - count, conversation.begun[row]
+            limits.append(left if limit is None else min(limit - begun, left))
+            starts[row] = len(conversation.tokens(row)) + count - begun
         conversation.sample(rows, list(observations.values()), limits, partial(self._ended, starts))
 
     def _ended(self, starts: dict[int, int], row: int) -> None:
-        """A turn has ended: parse it, and ask for the reply in a thread."""
+        """A turn has ended: parse it, and ask for the reply."""
         transcript = self.transcripts[row]
-        ids, self.cut[row] = self.conversation.turn(row)
+        ids, cut = self.conversation.turn(row)
         prefix = self.conversation.tokens(row)[: starts[row]]
         turn = self.framing.parse(ids, prefix, transcript.episode.tools)
         start = transcript.spans[-1].end if transcript.spans else 0
         transcript.spans.append(Span("assistant", start, start + len(ids)))
         transcript.turns.append(turn)
-        self.pending[row] = self.player.workers.submit(transcript.episode.reply, turn)
+        self.ask(row, cut=cut)
+
+    def ask(self, row: int, *, cut: bool) -> None:
+        """Ask for the reply to a row's last turn in a thread; `cut`: the turn was cut at its limit."""
+        transcript = self.transcripts[row]
+        self.cut[row] = cut
+        self.pending[row] = self.player.workers.submit(transcript.episode.reply, transcript.turns[-1])
 
     def _receive(self) -> dict[int, list[int]]:
         """Wait for replies; returns the observations of the rows that have another turn.

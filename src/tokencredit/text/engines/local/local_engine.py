@@ -98,6 +98,11 @@ class LocalConversation(Conversation):
         self.turn_ends = torch.zeros_like(self.state.acted)
         self._kept: dict[int, RowCache] = {}
 
+    def begin(self, started: Sequence[Sequence[int]], turns: Sequence[int]) -> None:
+        """Give rows their first tokens, as `engine.Conversation.begin`."""
+        super().begin(started, turns)
+        self.state.begin_turn(range(len(started)), started, [1] * len(started))
+
     def left(self, row: int) -> int:
         """Tokens that are left of a row's `max_new_tokens`."""
         return self.state.limit - int(self.state.lengths[row])
@@ -121,9 +126,12 @@ class LocalConversation(Conversation):
         before = [len(self.tokens(row)) for row in rows]
         self.state.begin_turn(rows, observations, limits)
         texts = [self.tokens(row) for row in rows]
-        if stops := self.settings.stop:
-            for row, text in zip(rows, texts, strict=True):
-                self.state.searches[row] = StopSearch(stops, self.engine.tokenizer, text)
+        for row, text in zip(rows, texts, strict=True):
+            begun, self.begun[row] = self.begun[row], 0
+            self.state.turn_starts[row] -= begun
+            if stops := self.settings.stop:
+                context = text[: len(text) - begun]
+                self.state.searches[row] = StopSearch(stops, self.engine.tokenizer, context, searched=begun)
         running = list(rows)
 
         def finished(active: list[bool]) -> None:

@@ -64,8 +64,8 @@ class Episode(ABC):
     """One episode of an environment with its tools. `start` and `reply` run user code, and are called in threads."""
 
     def __init__(self, instance: Instance, row: Mapping[str, Any], tokens: int):
-        """Keep what an episode needs: its environment, the row for `reset`, and the longest observation in tokens."""
-        self.instance, self._row, self._tokens = instance, row, tokens
+        """Keep an environment, the arguments of its `reset`, and the longest observation in tokens."""
+        self.instance, self.row, self._tokens = instance, row, tokens
         self.environment: Any = None
         """The environment, for reward functions that ask for `environments`; None if there are only functions."""
         self.tools: Sequence[Callable[..., Any]] = ()

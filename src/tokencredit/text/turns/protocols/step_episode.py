@@ -34,7 +34,7 @@ class StepEpisode(Episode):
 
     def start(self) -> Prompt:
         """Reset the environment with the row; returns its prompt."""
-        prompt: Any = self.instance.reset(dict(self._row))
+        prompt: Any = self.instance.reset(dict(self.row))
         self.environment = self.instance.value
         if isinstance(prompt, dict):
             prompt = [prompt]

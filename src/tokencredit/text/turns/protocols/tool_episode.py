@@ -35,10 +35,10 @@ class ToolEpisode(Episode):
 
     def start(self) -> Prompt:
         """Reset the environment with the row; returns the row's prompt, with the text that `reset` returned."""
-        prompt = copy.deepcopy(self._row.get("prompt")) or ""
+        prompt = copy.deepcopy(self.row.get("prompt")) or ""
         if not readable(prompt):
             raise ConfigError(f"the prompt of a row is {prompt!r:.200}; it must be a text, or messages with a text")
-        added, instance = self.instance.reset(**self._row), self.instance
+        added, instance = self.instance.reset(**self.row), self.instance
         self.environment = None if isinstance(instance.value, NoEnvironment) else instance.value
         self._described, self._callables = instance.factory.tools, instance.factory.callables(instance.value)
         self.tools = list(self._callables.values())
