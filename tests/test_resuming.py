@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 
@@ -358,11 +359,14 @@ def test_the_headline_starts_anew_where_the_reward_changed(tmp_path, capsys):
     files(("mine.py", "def judge(completions, **k):\n    return [-3.0 for c in completions]\n"))
     files(("rows.jsonl", '{"prompt": "This movie was"}\n'))
     args = replace(args, kl=KLConfig(coef=0.2))
+    with pytest.raises(ConfigError, match=r"reward\[0\]\.function is judge \(mine\.py, .*run\.allow_changed: "):
+        PPOTrainer(args=args).train(resume_from_checkpoint=True)
+    args = replace(args, run=replace(args.run, allow_changed=["reward[0].function", "prompts.dataset"]))
     summary = PPOTrainer(args=args).train(resume_from_checkpoint=True)
     assert (summary.first, summary.last, summary.iterations) == (-3.0, -3.0, 4)
     shown = capsys.readouterr().out
-    for name in ("reward[0].function", "prompts.dataset"):
-        assert f"{name} is not what it was at the checkpoint: its rows, its source or its files have changed" in shown
+    assert re.search(r"reward\[0\]\.function is now judge \(mine\.py, \w{8}\); it was judge \(mine\.py, \w{8}\)", shown)
+    assert re.search(r"prompts\.dataset is now 1 row of prompt \(\w{8}\); it was 1 row of prompt", shown)
     assert "reward -3 → -3" in shown
     assert "after what is scored changed in iteration 2" in shown
     read = read_run(run)
@@ -372,18 +376,23 @@ def test_the_headline_starts_anew_where_the_reward_changed(tmp_path, capsys):
     assert mark == {"x": 1.5, "text": "kl.coef, reward[0].function, prompts.dataset"}
 
 
-def test_a_reward_from_python_that_changed_is_an_event(tmp_path):
+def test_another_reward_from_python_is_refused_or_allowed_by_name_and_an_event(tmp_path):
     def short(completions, **columns):
         return [-1.0 for _ in completions]
 
     def long(completions, **columns):
         return [1.0 for _ in completions]
 
-    for rewarded, iterations in ((long, 1), (long, 2), (short, 3)):
+    for rewarded, iterations in ((long, 1), (long, 2)):
         args = text(tmp_path / "run", iterations)
-        summary = PPOTrainer(args=args, reward_funcs=rewarded).train(resume_from_checkpoint=iterations > 1)
-    [told] = [line for line in read_events(tmp_path / "run") if "is not what it was" in line]
-    assert told.startswith("reward_funcs[0] is not what it was at the checkpoint: its rows, its source or its files")
+        PPOTrainer(args=args, reward_funcs=rewarded).train(resume_from_checkpoint=iterations > 1)
+    args = text(tmp_path / "run", 3)
+    with pytest.raises(ConfigError, match=r"reward_funcs is .*short \(test_resuming\.py, .*begun with .*long \("):
+        PPOTrainer(args=args, reward_funcs=short).train(resume_from_checkpoint=True)
+    args = replace(args, run=replace(args.run, allow_changed=["reward_funcs"]))
+    summary = PPOTrainer(args=args, reward_funcs=short).train(resume_from_checkpoint=True)
+    [event] = [line for line in read_events(tmp_path / "run") if "reward_funcs" in line]
+    assert re.search(r"reward_funcs is now .*short \(.*; it was .*long \(", event)
     assert (summary.first, summary.last) == (-1.0, -1.0)
 
 
@@ -405,8 +414,10 @@ def test_models_whose_files_changed_are_events(tmp_path):
             critic=CriticConfig(kind="separate", name=str(tmp_path / "critic"), detach=True),
             reward=[ClassifierTerm(classifier=str(tmp_path / "judge"), label="POSITIVE")],
         )
+        args = replace(args, run=replace(args.run, allow_changed=["model.name", "critic.name", "reward[0].classifier"]))
         PPOTrainer(args=args).train(resume_from_checkpoint=iterations > 1)
-        return [line.partition(" is not what")[0] for line in read_events(tmp_path / "run") if "what it was" in line]
+        lines = [line for line in read_events(tmp_path / "run") if "it was" in line and "run." not in line]
+        return [line.partition(" is now")[0] for line in lines]
 
     events(1)
     (tmp_path / "judge" / "README.md").write_text("no file that is loaded")
@@ -536,7 +547,7 @@ def test_code_that_a_configuration_names_is_said_and_written_down(tmp_path, caps
 
 
 def test_a_run_begun_with_a_reward_of_pythons_is_not_resumed_with_another(tmp_path, capsys):
-    """config.yaml holds the default reward then, and the command would go on with that."""
+    """No file holds it."""
 
     def long(completions, **columns):
         return [float(len(text)) for text in completions]
@@ -551,7 +562,9 @@ def test_a_run_begun_with_a_reward_of_pythons_is_not_resumed_with_another(tmp_pa
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert main(["train", "--resume", str(tmp_path / "run"), "--run.iterations", "2"]) == 2
     said = capsys.readouterr().err
-    assert "began with arguments from Python that config.yaml does not hold (reward_funcs; now: none)" in said
+    assert "a part of this run is from Python, and no file holds it (reward_funcs: " in said
+    file = tmp_path / "run" / "config.yaml"
+    assert f"args = PPOConfig.from_yaml({str(file)!r}); PPOTrainer(args=args, reward_funcs=…).train()" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     longer = replace(args, run=replace(args.run, iterations=2))
     assert PPOTrainer(args=longer, reward_funcs=long).train(resume_from_checkpoint=True)["iterations"] == 2

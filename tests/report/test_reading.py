@@ -28,7 +28,8 @@ def test_a_run_is_read_back(run_folder):
 
 def test_a_run_that_began_with_a_reward_from_python_has_no_command_that_audits_it(copy):
     assert "to measure it: tokencredit audit" in trust(replace(read_run(copy), audit=None))
-    (copy / "python.json").write_text('{"arguments": ["reward_funcs"]}')
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("python: {}", "python: {reward_funcs: score (1a2b3c4d)}"))
     assert "trainer.audit() in Python" in trust(replace(read_run(copy), audit=None))
 
 

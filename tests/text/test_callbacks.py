@@ -157,7 +157,7 @@ def test_an_iteration_whose_callback_fails_is_resumed_after_its_update(event, tm
     def trained(name, resume=False):
         settings = {"rollout": {"batch_size": 4, "max_new_tokens": 4}, "run.dir": str(tmp_path / name)}
         settings |= {"kl.target": 1.0, "eval": {"every": 1, "samples": 2}}
-        settings |= {"ppo.minibatches": 1, "run.iterations": 4}
+        settings |= {"ppo.minibatches": 1, "run.iterations": 4, "run.allow_changed": ["callbacks[0]"]}
         watcher = type("Watcher", (Callback,), {event: fail})() if name == "cut" and failing else Callback()
         return PPOTrainer(args=PPOConfig.from_dict(settings), callbacks=[watcher]).train(resume_from_checkpoint=resume)
 

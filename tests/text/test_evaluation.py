@@ -229,7 +229,7 @@ def test_rewards_and_prompts_from_python_are_not_replaced_by_the_configurations(
     assert "to measure it: trainer.audit() in Python" in (folder / "report.html").read_text()
     assert "on the reward" in (folder / "report.html").read_text()
     assert "builtin:reviews: NEGATIVE" not in (folder / "report.html").read_text()
-    assert "- prompts: `from Python (train_dataset)`" in (folder / "policy" / "README.md").read_text()
+    assert "- train_dataset from Python: `" in (folder / "policy" / "README.md").read_text()
     assert main(["evaluate", str(folder)]) == 2
     told = capsys.readouterr().err
     assert "was begun in Python with reward_funcs, train_dataset, which its folder does not hold" in told

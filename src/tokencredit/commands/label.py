@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tokencredit.commands.use_model import from_python, which_of
+from tokencredit.commands.use_model import which_of
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
 from tokencredit.settings.command_line import SEED, Options, Parser, new_command
@@ -34,7 +34,7 @@ def pairs(options: Options) -> None:
         raise ConfigError("--out is missing; give a new file that ends in .jsonl")
     settings = build(PairsOptions, options.settings)
     source, which = read_source(options.model), which_of(options)
-    source = replace(source, config=settings.configure(source, from_python(source), options.no_code))
+    source = replace(source, config=settings.configure(source, options.no_code))
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
     out = check_new_file("--out", options.out, ".jsonl")
     check_new_file("the file of settings beside --out", str(out.with_suffix(".json")), ".json")

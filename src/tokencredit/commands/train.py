@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tokencredit.commands.jobs import training
 from tokencredit.distributed.signals import raising_interrupt
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import check_new_file, read_python
+from tokencredit.runs.folder import check_new_file
 from tokencredit.settings.command_line import (
     NON_NEGATIVE_INT,
     POSITIVE_INT,
@@ -27,7 +27,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.describe import json_schema
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.offline import OfflineSettings
-from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, configure
+from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, configure, refuse_python
 from tokencredit.settings.text import PPOConfig
 from tokencredit.tools.load_run import require_gymnasium
 
@@ -43,11 +43,7 @@ def train(options: Options) -> None:
     resume = options.resume is not None
     config = to_config(options, PPOConfig)
     refuse_other_folder(config, options)
-    if resume and {"environment_factory", "tools"} & set(given := read_python(Path(options.resume))):
-        raise ConfigError(
-            f"{options.resume!r} was begun in Python with {', '.join(given)}, which its folder does not hold; pass the "
-            "same from Python, and call train(resume_from_checkpoint=True)"
-        )
+    refuse_python(config.python, file_of(options))
     refuse_unused(config, rows=())
     with training(config, resume=resume) as (config, resume):
         from transformers.utils.logging import disable_progress_bar
@@ -61,6 +57,12 @@ def train(options: Options) -> None:
         trainer = PPOTrainer(args=config)
         with raising_interrupt():
             trainer.train(resume_from_checkpoint=resume)
+
+
+def file_of(options: Options) -> str:
+    """The last file of settings among a command's options."""
+    files = [text for key, text in options.given if key == "config"]
+    return f"{options.resume}/config.yaml" if options.resume is not None else files[-1] if files else "FILE"
 
 
 def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, options: Options) -> None:
@@ -91,6 +93,7 @@ def offline(kind: type[OfflineSettings], options: Options) -> None:
     config = to_config(options, kind)
     refuse_other_folder(config, options)
     refuse_unused(config, rows=())
+    refuse_python(config.python, file_of(options))
     if config.data.dataset is None:
         raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
     with training(config, resume=resume) as (config, resume):

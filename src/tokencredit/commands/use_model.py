@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.runs.folder import check_new_file, read_python
+from tokencredit.runs.folder import check_new_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.command_line import POSITIVE_FLOAT, POSITIVE_INT, SEED, Options, Parser, checked, new_command
 from tokencredit.settings.reader import build
 from tokencredit.settings.rollout import EngineName
-from tokencredit.settings.run_kind import ModelSource, read_policy_config, read_source, run_config_file, with_engine
+from tokencredit.settings.run_kind import read_policy_config, read_source, run_config_file, with_engine
 from tokencredit.tools.scoring_options import EvaluateOptions
 
 
@@ -137,7 +137,7 @@ def evaluate(options: Options) -> None:
         run_config_file(Path(options.run))
     settings = build(EvaluateOptions, options.settings)
     source, which = read_source(options.model if options.run is None else options.run), which_of(options)
-    source = replace(source, config=settings.configure(source, from_python(source), options.no_code))
+    source = replace(source, config=settings.configure(source, options.no_code))
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
     from transformers.utils.logging import disable_progress_bar
@@ -155,11 +155,6 @@ def which_of(options: Options) -> str:
     if options.base and options.best:
         raise ConfigError("--base and --best are both given; leave one of them out")
     return "base" if options.base else "best" if options.best else "policy"
-
-
-def from_python(source: ModelSource) -> list[str]:
-    """Names of the arguments from Python that a source's run began with; none without a run."""
-    return [] if source.run is None else read_python(source.run)
 
 
 def check_template_parser() -> Parser:

@@ -34,6 +34,7 @@ from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.rng import isolated, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import nbytes
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
+from tokencredit.provenance.parts import describe, label
 from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import Iteration, State, run
 from tokencredit.runs.recorder import RunRecord
@@ -41,8 +42,7 @@ from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import AgentConfig, ControlConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.run_kind import CONTROL, own_parts
-from tokencredit.user_code.parts import load_estimator
-from tokencredit.user_code.user_objects import source_digest
+from tokencredit.user_code.parts import load_estimator, load_part
 
 EPISODES = 100
 """Number of recent training episodes averaged in train/average_return."""
@@ -66,8 +66,9 @@ class ControlTrainer:
             refuse_unsplit(args, several)
         self.record = RunRecord(args.run, processes, CONTROL)
         own = own_parts(args)
-        self.record.from_python = [key for key, part in own.items() if not isinstance(part, str)]
-        self.record.sources = {key: digest for key, part in own.items() if (digest := source_digest(part))}
+        self.record.parts = {key: describe(load_part(part, key)) for key, part in own.items()}
+        given = {key: label(self.record.parts[key]) for key, part in own.items() if not isinstance(part, str)}
+        self.args = replace(args, python=given)
         with isolated(), threads(args.threads), expected_warnings(args.env):
             torch.manual_seed(args.seed)
             copies, stack = args.env.number // processes.count, args.agent.observations()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import json
 import math
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,11 @@ LIBRARIES = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib",
 """Folders of Tokencredit, Python's library and installed packages, whose code is not the user's."""
 MAX_ENTRIES, MAX_TEXT = 20, 200
 """Longest list and text that a description shows; longer ones count by their digest."""
+SHOWN = 4
+"""Most arguments in a label."""
+CHANGES = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update", "write"}
+"""Methods that change an object."""
+CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
 CHUNK = 1000
 """Rows of a `Dataset` that are read at a time."""
 Part = dict[str, Any]
@@ -26,21 +33,23 @@ Part = dict[str, Any]
 
 
 def describe(value: Any) -> Part:
-    """The description of a function, class, callable object, `partial`, dataclass, `Dataset` or list of rows.
+    """The description of a function, class, callable object, `partial`, dataclass, name, `Dataset` or list of rows.
 
     The digest of code is of its source, its `arguments` (of a partial; the fields of an object; a function's defaults
     and variables of enclosing functions) and what it `reads` by name of the user's own: functions, classes, constants.
-    Equal parts have equal digests in every process.
+    Equal parts have equal digests in every process. What the code itself changes, such as a list that it appends to, is
+    its state and no argument.
     """
-    return _Describer().part(value)
+    return {"name": value, "digest": _sha(value)} if isinstance(value, str) else _Describer().part(value)
 
 
 def label(part: Part) -> str:
     """A part in a line, such as `score(sign=-1) (rewards.py, 1a2b3c4d)` or `128 rows of prompt, label (5e6f7a8b)`."""
     digest = part["digest"][:8]
     if "rows" in part:
-        return f"{part['rows']:,} rows of {', '.join(part['columns'])} ({digest})"
-    shown = ", ".join(f"{name}={_short(value)}" for name, value in part.get("arguments", {}).items())
+        return f"{part['rows']:,} row{'s' * (part['rows'] != 1)} of {', '.join(part['columns'])} ({digest})"
+    arguments = [f"{name}={_short(value)}" for name, value in part.get("arguments", {}).items()]
+    shown = ", ".join([*arguments[:SHOWN], *["…"] * (len(arguments) > SHOWN)])
     file = f"{Path(part['file']).name}, " if "file" in part else ""
     return f"{part['name']}{f'({shown})' * bool(shown)} ({file}{digest})"
 
@@ -84,10 +93,11 @@ class _Describer:
         part: Part = {"name": getattr(code, "__qualname__", repr(code)).replace("<locals>.", "")}
         if is_users(code) and (file := _file(code)) is not None:
             part["file"] = file
-        for key, values in {"arguments": own, "reads": dict(_reads(code))}.items():
-            if values:
-                part[key] = {name: self.plain(x) for name, x in values.items()}
         source = _source(code)
+        state = _state(source)
+        for key, values in {"arguments": own, "reads": dict(_reads(code))}.items():
+            if shown := {name: self.plain(x) for name, x in values.items() if name not in state}:
+                part[key] = shown
         exact: Any = [code.__module__, source] if source is None else source
         if source is None or "<lambda>" in part["name"]:  # a lambda's source is its whole line
             exact = [exact, *map(_bytecode, _codes(code))]
@@ -202,6 +212,30 @@ def _reads(code: Any) -> Iterator[tuple[str, Any]]:
         value = space[name]
         if value is not code and (is_users(value) or not (callable(value) or isinstance(value, ModuleType))):
             yield name, value
+
+
+def _state(source: str | None) -> set[str]:
+    """Names of variables and attributes that a source changes itself, after the construction of an object."""
+    try:
+        tree = ast.parse(textwrap.dedent(source or ""))
+    except SyntaxError:  # a lambda inside a call
+        return set()
+    names: set[str] = set()
+    made = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in CONSTRUCTORS]
+    skipped = {id(inner) for node in made for inner in ast.walk(node)}
+    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
+        changed: list[Any] = list(getattr(node, "targets", [getattr(node, "target", None)]))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            changed = [node.func.value]
+        for target in changed:
+            inner = target
+            while isinstance(inner, ast.Subscript):
+                inner = inner.value
+            if isinstance(inner, ast.Attribute):
+                names.add(inner.attr)
+            elif isinstance(inner, ast.Name) and (inner is not target or isinstance(node, ast.Call | ast.AugAssign)):
+                names.add(inner.id)
+    return names
 
 
 def _file(value: Any) -> str | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from tokencredit.audit.verdict import credit_verdict, critic_caution, measured, significant, text_parts
 from tokencredit.report.reading import OF_ESTIMATOR, Run
-from tokencredit.runs.folder import read_python
 from tokencredit.runs.transcript import acted
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.run_kind import CONTROL, run_kind_of
@@ -41,7 +40,7 @@ def trust(run: Run) -> str | None:
                 "environment from the middle of an episode"
             )
         command = visible(f"tokencredit audit {shlex.quote(str(run.path))}")
-        if read_python(run.path):
+        if run.python:
             command = "trainer.audit() in Python, or audit.every"
         return f"The credit on this page has not been measured against true values; to measure it: {command}"
     return visible(credit_verdict(run.audit))

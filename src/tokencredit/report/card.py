@@ -17,25 +17,27 @@ def model_card(
     args: PPOConfig,
     terms: Sequence[str],
     summary: Mapping[str, Any],
-    prompts: str | None = None,
     environment: str | None = None,
 ) -> str:
     """The README of a model repository: what was trained, on which prompts or environment and reward, and the results.
 
     Args:
-        args: the run's configuration.
+        args: the run's configuration; parts from Python are listed by their labels.
         terms: names of the reward terms.
         summary: of the run.
-        prompts: source of the prompts if it is not in the configuration.
         environment: name of the environment of episodes of several turns.
     """
     header: dict[str, Any] = {"library_name": "transformers", "tags": ["tokencredit", "ppo", "reinforcement-learning"]}
     if not args.model.name.startswith("builtin:"):
         header["base_model"] = args.model.name
-    prompts = prompts or args.prompts.dataset or (None if environment else str(args.prompts.texts()))
+    python = {key: [part] if isinstance(part, str) else list(part) for key, part in args.python.items()}
+    terms = python.pop("reward_funcs", terms)
+    own = None if environment or "train_dataset" in python else str(args.prompts.texts())
+    prompts = args.prompts.dataset or own
     source = f"- prompts: {code(prompts)}\n" if prompts else ""
     if environment:
         source += f"- environment: {code(environment)}, at most {args.env.max_turns} turns\n"
+    source += "".join(f"- {key} from Python: {', '.join(map(code, parts))}\n" for key, parts in python.items())
     figures = {name: value for name, value in summary.items() if isinstance(value, float)}
     rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in figures.items())
     return (

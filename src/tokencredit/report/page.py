@@ -17,7 +17,7 @@ from tokencredit.report.reading import REPORT, Run, read_run
 from tokencredit.report.templating import fill, readable, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose, no_finding
-from tokencredit.runs.folder import RunFolder, read_python
+from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PRICED, PROBLEMS, SCORED, scored_anew
 from tokencredit.runs.summary import WINDOW, attained, averaged, final_mean, iterations_in, mean
 from tokencredit.runs.transcript import acted, speeches, written
@@ -166,7 +166,7 @@ def environment_of(run: Run) -> str:
 
 def terms(run: Run) -> list[str]:
     """Names of the reward terms, or of their models and functions; a classifier's with its label."""
-    if run.episodic or "reward_funcs" in read_python(run.path):  # the configuration may lack some
+    if run.episodic or "reward_funcs" in run.python:  # the configuration may lack some
         names = dict.fromkeys(name for row in run.metrics for name in row)
         return [name.removeprefix("reward/") for name in names if name.startswith("reward/")]
     kinds = ("name", "function", "classifier", "reward_model")

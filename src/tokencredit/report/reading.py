@@ -9,7 +9,8 @@ from typing import Any
 
 from tokencredit.audit.verdict import audited_rows
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import AUDIT, apply_choices, read_choices, setting_of
+from tokencredit.provenance.parts import Part
+from tokencredit.runs.folder import AUDIT, apply_choices, read_choices, read_parts, setting_of
 from tokencredit.runs.jsonl import (
     COUNT,
     EVENTS,
@@ -110,6 +111,15 @@ class Run:
     changes: Sequence[tuple[int, str]] = ()
     """Settings and sources that changed when the run was resumed, after the iteration before each."""
 
+    parts: Mapping[str, Part] = field(default_factory=dict, repr=False)
+    """Descriptions of its functions, classes, objects, data and local models, by argument or key."""
+
+    @property
+    def python(self) -> dict[str, Any]:
+        """Labels of its parts from Python, by argument or key."""
+        python = self.setting("python")
+        return python if isinstance(python, dict) else {}
+
     @property
     def since(self) -> int:
         """Iterations before the last change of what is scored."""
@@ -150,7 +160,9 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
     if audit is not None:
         metrics = with_audit(metrics, audit)
     return Run(
-        path, apply_choices(config, read_choices(path)), metrics, kept, outcome, audit, read_changes(path / EVENTS)
+        *(path, apply_choices(config, read_choices(path)), metrics, kept, outcome, audit),
+        changes=read_changes(path / EVENTS),
+        parts=read_parts(path),
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.jsonl import EVENTS, read_object
+from tokencredit.provenance.parts import Part
+from tokencredit.runs.jsonl import COUNT, EVENTS, TEXT, read_object, require
 from tokencredit.settings.fields import check_value
 
 AUDIT = "audit.json"
@@ -24,8 +25,9 @@ LOCK = ".lock"
 """Empty file that a process holds locked while it trains the run."""
 JOB = ".job"
 """File with the name of the torchrun job that began the run, whose restarts go on with it."""
-PYTHON = "python.json"
-"""File with the names of a run's arguments from Python, such as reward_funcs, which config.yaml does not hold."""
+PARTS = "parts.json"
+"""File with the descriptions (`provenance.parts.Part`) of a run's functions, classes, objects, data and local models,
+by argument or key."""
 CHOICES = "choices.json"
 """File of a run's choices for settings that are `auto`; config.yaml keeps `auto`."""
 AUTO_SETTINGS: dict[str, Any] = {"model.dtype": Literal["float32", "bfloat16"], "critic.prefix_every": int}
@@ -298,11 +300,12 @@ def beside(target: Path, ending: str) -> Path:
     return target.with_name(f".{target.name}.{ending}")
 
 
-def read_python(run: Path) -> list[str]:
-    """Names of the arguments from Python that a run began with and no file of it holds."""
-    file = run / PYTHON
-    names = read_object(file, file.read_bytes()).get("arguments") if file.is_file() else None
-    return [str(name) for name in names] if isinstance(names, list) else []
+def read_parts(run: Path) -> dict[str, Part]:
+    """The descriptions of a run's parts, by argument or key; raises `ConfigError` if the file is invalid."""
+    file = run / PARTS
+    parts = read_object(file, file.read_bytes()) if file.is_file() else {}
+    require(file, parts, {"*": {"digest": TEXT, "name?": TEXT, "file?": TEXT, "rows?": COUNT, "columns?": [TEXT]}})
+    return parts
 
 
 def read_choices(run: Path) -> dict[str, Any]:

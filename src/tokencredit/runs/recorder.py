@@ -21,12 +21,13 @@ from torch import Tensor
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
+from tokencredit.provenance.parts import Part
 from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
-from tokencredit.runs.folder import CHOICES, JOB, PYTHON, RunFolder, apply_choices, beside, replacing
+from tokencredit.runs.folder import CHOICES, JOB, PARTS, RunFolder, apply_choices, beside, read_parts, replacing
 from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
-from tokencredit.runs.resuming import LINES, allowed_changes, changes_since, for_trainer, newest, saved
+from tokencredit.runs.resuming import LINES, allowed_changes, changed_parts, changes_since, for_trainer, newest, saved
 from tokencredit.runs.summary import History, Summary, summarise
 from tokencredit.runs.trackers import Trackers
 from tokencredit.settings.parts import plain
@@ -66,10 +67,8 @@ class RunRecord:
         """
         self.args, self.processes, self.run_kind, self.choices = args, processes, run_kind, choices
         self.main, self.show_every = processes.main, show_every
-        self.from_python: list[str] = []
-        """Names of the trainer's arguments that config.yaml does not hold."""
-        self.sources: dict[str, str] = {}
-        """Digests of what the run reads by name, by setting or argument."""
+        self.parts: dict[str, Part] = {}
+        """Descriptions of what the run was given from Python or reads by name, by argument or key."""
         folder = args.dir
         if folder is None:  # each process would take its own clock's
             folder = processes.texts(str(RunFolder(None).path))[0]
@@ -110,8 +109,6 @@ class RunRecord:
                 if self.folder.job is not None:
                     self.folder.write(JOB, self.folder.job)
                 self._write_settings()
-                if self.from_python:
-                    self.folder.write_json(PYTHON, {"arguments": self.from_python})
         # All processes write into it, so each must see it.
         seen = self.processes.texts(str((self.folder.path / "config.yaml").is_file()))
         if str(False) in seen:
@@ -142,6 +139,7 @@ class RunRecord:
         self.config, self.failed = plain(config), False
         path = self.folder.path
         changed = allowed_changes(path / "config.yaml", self.config)
+        replaced = dict(changed_parts(read_parts(path), self.parts, changed, self.args.allow_changed))
         # The main process takes the folder, and finishes or undoes replacements whose process was killed.
         with self.processes.agreed(OSError, ConfigError):
             if self.main:
@@ -155,14 +153,14 @@ class RunRecord:
                 f"{str(path)!r} has done all its {done} iterations; raise run.iterations to continue, above {done} "
                 f"(it is {self.args.iterations})"
             )
-        lines = [] if state is None else load(for_trainer(state), set(changed))
+        lines = [] if state is None else load(for_trainer(state), {*changed, *replaced})
         self.processes.wait()  # all have read the checkpoint
         # Back to that iteration: later lines, an end's summary and a later audit go, and are written again.
         if self.main:
             self.folder.rewind(done, state["files"] if state else dict.fromkeys(LINES, 0))
             self._write_settings()
         self.processes.wait()
-        differences = list(changes_since(done, state, changed, self.sources, self.processes.count))
+        differences = list(changes_since(done, state, changed, replaced, self.processes.count))
         self._reread(done, [key for key, _ in differences if key])
         self._start([*damaged, *foreign_code(config), *lines])
         for key, text in differences:
@@ -192,6 +190,7 @@ class RunRecord:
 
     def _write_settings(self) -> None:
         self.folder.write("config.yaml", dump_yaml(self.config))
+        self.folder.write_json(PARTS, self.parts, indent=2)
         if self.choices is not None:
             self.folder.write_json(CHOICES, self.choices, indent=2)
 
@@ -269,7 +268,7 @@ class RunRecord:
             return f"no checkpoint is saved, so it cannot be resumed: {caution}"
         path = self.folder.path
         caution = "" if saved(path) else "no checkpoint is saved yet, so resuming begins anew; "
-        if self.from_python:
+        if self.config["python"]:
             return (
                 f"{caution}resume from Python with the same arguments and run.dir {str(path)!r}: "
                 "train(resume_from_checkpoint=True)"
@@ -299,7 +298,7 @@ class RunRecord:
             process: state of this process.
         """
         target = self.folder.path / "checkpoints" / f"{number:06d}"
-        contents: dict[str, Any] = {"trainer": state, "bad_in_a_row": self.bad_in_a_row, "sources": self.sources}
+        contents: dict[str, Any] = {"trainer": state, "bad_in_a_row": self.bad_in_a_row}
         contents["seconds"] = time.perf_counter() - self.started
         own = int(self.processes.sum(torch.tensor(size_of(process), device=self.processes.device)))
         with ExitStack() as stack:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import Part, label
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values, versions
 from tokencredit.runs.folder import size
 from tokencredit.settings.data import TEXTS
@@ -119,7 +121,7 @@ def started_from(run: Path) -> dict[str, Any] | None:
         try:
             state: Any = read_values(place(run, number))
             origin: dict[str, Any] = state["trainer"]["origin"]
-            if {"model", "tokenizer", "given"} <= set(origin):
+            if {"model", "tokenizer"} <= set(origin):
                 return origin
         except (DamagedCheckpoint, KeyError, TypeError):
             continue
@@ -132,7 +134,8 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     Not counted: the run's folder, and settings without an effect now. Entries of a list may be added or removed.
     """
     before, now = flat(read_yaml(file)), flat(config)
-    ignored = {"run.dir", *unused(run_kind_of(config).config, now)}
+    parts = (key for key in now if key.startswith("python"))  # compared by `changed_parts`
+    ignored = {"run.dir", "run.allow_changed", *parts, *unused(run_kind_of(config).config, now)}
     for settings in (before, now):  # null equals its default
         if settings.get("prompts.text", 0) is None:
             settings["prompts.text"] = TEXTS
@@ -141,20 +144,46 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     return {key: values for key, values in both.items() if values[0] != values[1] and key not in ignored}
 
 
+def changed_parts(
+    before: Mapping[str, Part], now: Mapping[str, Part], changed: Collection[str], allowed: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Parts that differ from those that a run began with, by argument or key, and a line on each for the user.
+
+    A part whose settings are `changed` too, such as a data set's column, is no part that was replaced.
+
+    Raises:
+        ConfigError: one is not among the `allowed`.
+    """
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if (old and old["digest"]) == (new and new["digest"]):
+            continue
+        own, group = key.partition("[")[0], key.removesuffix(".dataset")
+        if any(name == own or name.startswith(group) for name in changed):
+            continue
+        here, there = (label(part) if part else "not given" for part in (new, old))
+        if key not in allowed:
+            raise ConfigError(
+                f"{key} is {here}, and this run was begun with {there}; restore it, or go on with run.allow_changed: "
+                f"{json.dumps([key])}"
+            )
+        yield key, f"{key} is now {here}; it was {there}"
+
+
 def changes_since(
     done: int,
     state: Mapping[str, Any] | None,
     changed: Mapping[str, tuple[Any, Any]],
-    sources: Mapping[str, str],
+    replaced: Mapping[str, str],
     processes: int,
 ) -> Iterator[tuple[str | None, str]]:
-    """How a run differs from its checkpoint: what has changed, if it is a setting or a source, and a line for the user.
+    """How a run differs from its checkpoint: what has changed, if it is a setting or a part, and a line for the user.
 
     Args:
         done: the iterations done.
         state: the checkpoint; None without one.
         changed: settings before and now.
-        sources: digests of what the run reads by name, now.
+        replaced: lines on parts that have changed, by argument or key.
         processes: their number now.
     """
     if state is not None and state["all_processes"] is not None:
@@ -168,15 +197,11 @@ def changes_since(
     yield None, f"resumed after iteration {done}" if state else "no checkpoint yet: the run begins anew"
     for key, (old, new) in changed.items():
         yield key, f"{key} is now {new!r}; it was {old!r}"
-    if state is None:
-        return
-    for name, digest in sources.items():
-        group = name.removesuffix(".dataset")  # whose keys, such as prompts.template, may be the reason
-        if state["sources"].get(name, digest) != digest and not any(key.startswith(group) for key in changed):
-            yield name, f"{name} is not what it was at the checkpoint: its rows, its source or its files have changed"
+    yield from replaced.items()
     for name, version in versions().items():
-        if state["versions"].get(name) != version:
-            yield None, f"{name} is now {version}; the checkpoint is of {state['versions'].get(name)}"
+        old = version if state is None else state["versions"].get(name)
+        if old != version:
+            yield None, f"{name} is now {version}; the checkpoint is of {old}"
 
 
 def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

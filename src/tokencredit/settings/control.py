@@ -161,6 +161,9 @@ class ControlConfig(Configuration):
     eval: EpisodesConfig = field(default_factory=EpisodesConfig)
     audit: AgentAuditConfig = field(default_factory=AgentAuditConfig)
     run: AgentRunConfig = field(default_factory=AgentRunConfig)
+    python: dict[str, Any] = field(default_factory=dict)
+    """Parts of the run from Python, by key; written by trainers. No file holds them, so only Python can train with them
+    again."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values that cannot work."""

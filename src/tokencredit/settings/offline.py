@@ -181,6 +181,9 @@ class OfflineSettings(Configuration):
     optim: OptimConfig = field(default_factory=OfflineOptimConfig)
     eval: HeldOutConfig = field(default_factory=HeldOutConfig)
     run: OfflineRunConfig = field(default_factory=OfflineRunConfig)
+    python: dict[str, Any] = field(default_factory=dict)
+    """Parts of the run from Python, by argument; written by trainers. No file holds them, so only Python can train with
+    them again."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values that cannot work."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -184,6 +184,24 @@ def refuse_foreign_code(config: PPOConfig | ControlConfig | OfflineSettings, no_
     """Raise `ConfigError` if a run of this configuration would execute user code, and `--no-code` is given."""
     if no_code and (lines := foreign_code(config)):
         raise ConfigError(f"--no-code, but the configuration executes user code: {'; '.join(lines)}")
+
+
+def refuse_python(python: Mapping[str, Any], file: str, given: Collection[str] = ()) -> None:
+    """Raise `ConfigError` for arguments that a configuration names, and that are not given, with the line of Python.
+
+    Args:
+        python: `python` of the configuration; settings among its keys are refused by those that load them.
+        file: of the configuration, in the message.
+        given: arguments that are given.
+    """
+    if missing := {key: part for key, part in python.items() if "." not in key and key not in given}:
+        listed = {key: [part] if isinstance(part, str) else part for key, part in missing.items()}
+        parts = "; ".join(f"{key}: {', '.join(map(str, part))}" for key, part in listed.items())
+        arguments = "".join(f", {key}=…" for key in missing)
+        raise ConfigError(
+            f"a part of this run is from Python, and no file holds it ({parts}); give it in Python: "
+            f"args = PPOConfig.from_yaml({file!r}); PPOTrainer(args=args{arguments}).train()"
+        )
 
 
 def run_config_file(run: Path) -> Path:

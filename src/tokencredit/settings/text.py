@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import (
@@ -70,6 +71,9 @@ class PPOConfig(Configuration):
     eval: EvalConfig = field(default_factory=EvalConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    python: dict[str, Any] = field(default_factory=dict)
+    """Parts of the run from Python, by argument or key; written by trainers. No file holds them, so only Python can
+    train with them again."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
 
     def __post_init__(self) -> None:
@@ -118,7 +122,7 @@ class PPOConfig(Configuration):
         for key, text in (("prompts.text", self.prompts.text), ("eval.text", self.eval.text)):
             if text in ([], ""):
                 refuse(self, key, "give at least one prompt, or leave it out")
-        if not self.reward and self.env.factory is None:
+        if not (self.reward or self.env.factory or self.python):
             refuse(self, "reward", "give at least one term; tools have no reward of their own")
         for number, term in enumerate(self.reward):
             if not isinstance(term, tuple(KINDS.values())):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from tokencredit.core.estimator_table import ESTIMATORS, SETTINGS, Estimator, EstimatorName
@@ -339,6 +339,9 @@ class RunSettings(Group):
     """Seconds after which a process of several counts as hanging: it gave no sign of life, or kept the others waiting
     at a common step. The job then ends, or torchrun restarts it. Keep it above the longest time that one process may
     work while others wait: reward calls with all retries, a save."""
+    allow_changed: list[str] = field(default_factory=list)
+    """Parts, as a run's parts.json names them, that may differ from those that a resumed run began with, such as
+    `reward[0].function`. Each change is an event, and a line in the curves."""
     trackers: list[Tracker] | None = None
     """Experiment trackers (of Accelerate) that log the metrics, beside metrics.jsonl; null for TensorBoard if it is
     installed."""

@@ -11,7 +11,6 @@ import torch
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
-from tokencredit.runs.folder import read_python
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.run_kind import read_policy_config, read_source, with_engine
@@ -38,7 +37,7 @@ class Policy:
         """Load the policy of a run's folder, as `load` does, and unless `critic` is false its critic, if it has one."""
         self.config, processes = config, Processes().alone()
         self.folder = run / which
-        self.given = read_python(run)
+        self.given = config.python
         from_data = (run / "config.yaml").is_file() and not read_source(str(run)).scored
         played = config.several_turns() or bool({"tools", "environment_factory"} & set(self.given))
         self.prompted = not from_data and not played and "train_dataset" not in self.given

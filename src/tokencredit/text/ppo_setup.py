@@ -16,13 +16,11 @@ from tokencredit.core.estimator_table import INPUTS
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.learn.state import trainable
-from tokencredit.provenance.parts import rows_digest
 from tokencredit.report.card import model_card
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count, shortened
 from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
 from tokencredit.settings.fields import refuse_unused
-from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.datasets import from_python
@@ -30,7 +28,7 @@ from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
 from tokencredit.text.engines.engine import Engine
-from tokencredit.text.models.model_loading import folder_digest, max_prompt_length, upload
+from tokencredit.text.models.model_loading import max_prompt_length, upload
 from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
@@ -40,7 +38,6 @@ from tokencredit.text.rewards.texts import last_message
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import EpisodePlayer, Framings
 from tokencredit.user_code.parts import load_estimator
-from tokencredit.user_code.user_objects import source_digest
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -195,41 +192,12 @@ def evaluation_tasks(args: PPOConfig, dataset: Rows | None = None) -> Tasks:
     )
 
 
-def source_digests(
-    args: PPOConfig, given: dict[str, Any], prompts: Prompts | Tasks, held_out: Prompts | Tasks
-) -> dict[str, str]:
-    """Digests of what a run reads by name or was `given` from Python, by setting or argument: code, rows, models.
-
-    Of `model.name` the checkpoint keeps the weights; its folder also has the configuration.
-    """
-    named: dict[str, Any] = {"model.name": args.model.name, "critic.name": args.critic.name}
-    if given["reward_funcs"] is None:
-        for number, term in enumerate(args.reward):
-            kind, name = term.source()
-            named |= {f"reward[{number}].{kind}": name}
-    named |= (
-        own_parts(args) | {"env.factory": args.env.factory} | {f"tools[{i}]": tool for i, tool in enumerate(args.tools)}
-    )
-    for argument in ("reward_funcs", "tools", "environment_factory"):
-        value = given[argument]
-        entries = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        for number, entry in enumerate(entries):
-            value = getattr(entry, "function", entry)
-            folder = getattr(getattr(value, "config", None), "_name_or_path", None)  # of a loaded reward model
-            named[f"{argument}[{number}]"] = folder or value
-    digests = {name: folder_digest(value) or source_digest(value) for name, value in named.items()}
-    for group, rows in {held_out.name: ("eval", held_out), prompts.name: ("prompts", prompts)}.values():
-        if rows.rows is not None and rows.name != f"{group}.text":
-            digests[rows.name if rows.name in given else f"{group}.dataset"] = rows_digest(rows.rows)
-    return {name: value for name, value in digests.items() if value is not None}
-
-
-def next_steps(args: PPOConfig, given: list[str]) -> dict[str, str]:
-    """Commands and calls for a trained run, with their meaning; `given` are names of arguments from Python."""
-    prompt = " --prompt TEXT" if {"train_dataset", "environment_factory", "tools"} & set(given) else ""
+def next_steps(args: PPOConfig) -> dict[str, str]:
+    """Commands and calls for a trained run, with their meaning."""
+    prompt = " --prompt TEXT" if {"train_dataset", "environment_factory", "tools"} & set(args.python) else ""
     steps = {f"tokencredit generate RUN{prompt}": "completions of the trained policy"}
-    if args.run.save_every or given:
-        steps["trainer.audit()" if given else "tokencredit audit RUN"] = "audit of the credit"
+    if args.run.save_every or args.python:
+        steps["trainer.audit()" if args.python else "tokencredit audit RUN"] = "audit of the credit"
     return steps
 
 
@@ -319,11 +287,10 @@ def build_pipeline(
     )
 
 
-def write_card(folder: Path, args: PPOConfig, pipeline: Pipeline, given: Sequence[str], summary: Summary) -> None:
-    """Write a policy's model card; `given` has the names of the arguments that came from Python."""
-    prompts = "from Python (train_dataset)" if "train_dataset" in given else None
+def write_card(folder: Path, args: PPOConfig, pipeline: Pipeline, summary: Summary) -> None:
+    """Write a policy's model card."""
     environment = None if pipeline.player is None else pipeline.player.environments.name
-    card = model_card(args, [term.name for term in pipeline.terms], summary, prompts, environment)
+    card = model_card(args, [term.name for term in pipeline.terms], summary, environment)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -30,7 +30,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.foreign_names import refuse_arguments
-from tokencredit.settings.run_kind import TEXT, own_parts
+from tokencredit.settings.run_kind import TEXT, own_parts, refuse_python
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text import ppo_setup as setup
@@ -44,7 +44,7 @@ from tokencredit.text.data.prefixes import choose_spacing, save_fit
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
-from tokencredit.text.models.model_loading import check_origin, origin
+from tokencredit.text.models.model_loading import check_origin, fingerprint
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.models.run_models import Models, save_policy
 from tokencredit.text.models.sharded_loading import Sharding
@@ -54,6 +54,7 @@ from tokencredit.text.ppo_setup import overview
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rollout_passes import rollout_logprobs
+from tokencredit.text.run_parts import parts_of, with_labels
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import episode_events
 
@@ -105,7 +106,13 @@ class PPOTrainer:
         if model is not None:
             name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", ""))
             args = replace(args, model=replace(args.model, name=name))
-        self.args = args
+        loaded = None if isinstance(model, str) else model
+        given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        given |= {"tools": tools or None, "environment_factory": environment_factory, "peft_config": peft_config}
+        given |= {"callbacks": callbacks or None, "model": loaded, "processing_class": processing_class}
+        given = {argument: value for argument, value in given.items() if value is not None}
+        given |= {key: part for key, part in own_parts(args).items() if not isinstance(part, str)}
+        refuse_python(args.python, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.loaded = setup.load_parts(args)
         """The configuration with a user's functions in place of their names."""
         self.processes = Processes(args.run.timeout)
@@ -126,12 +133,9 @@ class PPOTrainer:
             self.prefix_every = 0 if chosen.critic.prefix_every == "auto" else chosen.critic.prefix_every
             choices = precision.choices | ({} if chosen is self.loaded else {"critic.prefix_every": self.prefix_every})
             self.record = RunRecord(args.run, self.processes, TEXT, choices, show_every=args.run.show_every)
-            given = {"reward_funcs": reward_funcs, **rows, "tools": tools or None}
-            given |= {"environment_factory": environment_factory, "peft_config": peft_config}
-            self.origin = origin(lm, self.tokenizer, given)
-            own = [key for key, part in own_parts(args).items() if not isinstance(part, str)]
-            self.record.from_python = [*self.origin["given"], *own]
-            self.record.sources = setup.source_digests(args, given, *prepared)
+            self.origin = fingerprint(lm, self.tokenizer)
+            self.record.parts = parts_of(args, given, *prepared, self.origin)
+            self.args = with_labels(args, given, self.record.parts)
             parts = lm, self.tokenizer, precision, peft_config, model is None or isinstance(model, str), sharding
             models = run_models.build_models(chosen, *parts)
             setup.check_terms(terms, models, self.prompts, self.eval_prompts)
@@ -202,7 +206,7 @@ class PPOTrainer:
 
     def overview(self) -> Iterator[tuple[str, str]]:
         """Model, prompts, reward, device and folder: pairs of a label and a text."""
-        configured = "reward_funcs" not in self.origin["given"]
+        configured = "reward_funcs" not in self.args.python
         return overview(self.args, self.pipeline, self.prompts, configured, self.record.folder.path)
 
     def pretrain(self) -> Iterator[None]:
@@ -341,7 +345,7 @@ class PPOTrainer:
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
         """Restore `state`, with its second part under `process`; `changed` are keys of changed settings.
 
-        Refuses another model, tokenizer or Python arguments than those that the run began with.
+        Refuses another model or tokenizer than those that the run began with.
         """
         check_origin(state["origin"], self.origin, self.args.model.name)
         try:
@@ -374,7 +378,7 @@ class PPOTrainer:
         summary = self.record.end(stopped_by, self._save, in_all=self.sharded)
         self.auditor.at_end(summary, self.stages, self.record, self.tokenizer)
         write_final_report(self.record)
-        self.record.next_steps(setup.next_steps(self.args, self.origin["given"]))
+        self.record.next_steps(setup.next_steps(self.args))
         setup.upload_policy(self.args.run, self.record, stopped_by)
         return summary
 
@@ -386,4 +390,4 @@ class PPOTrainer:
     def _save(self, folder: Path, summary: Summary) -> None:
         self._save_policy(folder)
         if self.processes.main:
-            setup.write_card(folder, self.args, self.pipeline, self.origin["given"], summary)
+            setup.write_card(folder, self.args, self.pipeline, summary)

@@ -10,7 +10,6 @@ from tokencredit.distributed.processes import Processes, threads
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.report.reading import read_run
-from tokencredit.runs.folder import read_python
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import at_iteration
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
@@ -47,14 +46,13 @@ def audit_run(
 def _audit_completions(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: int | None) -> dict[str, Any]:
     from tokencredit.text.ppo_trainer import PPOTrainer
 
-    arguments = [*read_python(run), *(() if config.model.name else ("model",))]
-    if arguments:
+    if arguments := [name for name in config.python if name != "callbacks"]:
         raise ConfigError(
             f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; audit it "
             "there with trainer.audit() after trainer.train(), or during training with audit.every"
         )
     with preserved():
-        trainer = PPOTrainer(args=replace(with_engine(config), run=replace(config.run, dir=str(run))))
+        trainer = PPOTrainer(args=replace(with_engine(config), python={}, run=replace(config.run, dir=str(run))))
         number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
         load(trainer, state, set())
         rows = read_run(run, samples=False).metrics

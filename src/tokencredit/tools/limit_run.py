@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,6 @@ from tokencredit.core.kl_limit import Attainable, attainable
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import preserved
 from tokencredit.report.reading import NoIteration, read_run
-from tokencredit.runs.folder import read_python
 from tokencredit.runs.resuming import started_from
 from tokencredit.runs.summary import count, figure, final_mean, of_attainable
 from tokencredit.settings.run_kind import with_engine
@@ -38,13 +38,13 @@ def limit(config: PPOConfig, samples: int, run: Path | None = None) -> Attainabl
     config = with_engine(config)
     if reason := obstacle(config):
         raise ConfigError(f"no limit: {reason}")
-    if run is not None and (given := read_python(run)):
+    if arguments := [name for name in config.python if name != "callbacks"]:
         raise ConfigError(
-            f"{str(run)!r} was begun in Python with {', '.join(given)}, which its folder does not hold; its first "
+            f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; its first "
             "iteration's metrics have an estimate of the limit"
         )
     with preserved():
-        trainer = PPOTrainer(args=config)
+        trainer = PPOTrainer(args=replace(config, python={}))
         if run is not None and (origin := started_from(run)) is not None:
             check_origin(origin, trainer.origin, config.model.name)
         try:

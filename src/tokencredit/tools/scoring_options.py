@@ -5,7 +5,6 @@ Imported before anything heavy, so neither torch nor transformers may be importe
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
@@ -94,18 +93,18 @@ class ScoringOptions:
         longest = given.get("max_new_tokens", own.max_new_tokens)
         return replace(own, **given, min_new_tokens=min(own.min_new_tokens, longest))
 
-    def configure(self, source: ModelSource, python: Collection[str], no_code: bool = False) -> PPOConfig:
+    def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
         """The source's configuration with prompts, rewards, seed and dtype that are given.
 
         Args:
             source: the model.
-            python: names of the arguments from Python that the run's folder does not hold.
             no_code: refuse rewards and models that would execute user code.
 
         Raises:
             ConfigError: prompts or rewards are neither given nor the run's own, or user code is refused.
         """
         missing = [key for key in self.needs() if not self.given(key)]
+        python = source.config.python
         lost = {key: names for key in missing if (names := [name for name in FROM_PYTHON[key] if name in python])}
         if lost:
             arguments = ", ".join(", ".join(names) for names in lost.values())
@@ -153,13 +152,13 @@ class EvaluateOptions(ScoringOptions):
         played = self.env.factory is not None or (key == "env" and bool(self.tools))
         return played or super().given(key)
 
-    def configure(self, source: ModelSource, python: Collection[str], no_code: bool = False) -> PPOConfig:
+    def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
         """As `ScoringOptions.configure`, with the settings of the evaluation."""
         if self.given("env"):
             run = source.config
             env = self.env.with_limits_of(run.env) if self.env.factory is not None else run.env
             source = replace(source, config=replace(run, env=env, tools=self.tools or run.tools))
-        config = super().configure(source, python, no_code)
+        config = super().configure(source, no_code)
         evaluation = replace(
             config.eval,
             max_new_tokens=None,
@@ -202,9 +201,9 @@ class PairsOptions(ScoringOptions):
             if self.pairs == "unranked" and getattr(self, key):
                 raise ConfigError(f"{key} is given, which has no effect with pairs: unranked; leave one of them out")
 
-    def configure(self, source: ModelSource, python: Collection[str], no_code: bool = False) -> PPOConfig:
+    def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
         """As `ScoringOptions.configure`; refuses runs of several turns."""
-        config = super().configure(source, python, no_code)
+        config = super().configure(source, no_code)
         if config.several_turns():
             raise ConfigError(f"{source.name!r} is a run of several turns; pairs are of completions of one turn")
         return config

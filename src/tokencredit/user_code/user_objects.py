@@ -82,25 +82,6 @@ def _from_module(location: str, kind: str) -> ModuleType:
         ) from error
 
 
-def source_digest(value: Any) -> str | None:
-    """SHA-256 of the source of a function, class or object, or of the file or module in `path/file.py:name`.
-
-    None if it is not known, as that of a function typed into the interpreter.
-    """
-    try:
-        if isinstance(value, str):
-            location = value.rpartition(":")[0]
-            file = location if location.endswith(".py") else sys.modules[location].__file__
-            source = Path(str(file)).expanduser().read_bytes()
-        else:
-            value = getattr(value, "func", value)  # of a partial
-            kind = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
-            source = inspect.getsource(kind).encode()
-    except (KeyError, OSError, TypeError):
-        return None
-    return hashlib.sha256(source).hexdigest()
-
-
 def check_kwargs(
     spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any], others: tuple[str, ...] | None = None
 ) -> None:

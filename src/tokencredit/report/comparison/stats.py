@@ -32,8 +32,12 @@ RESAMPLES = 2000
 LEVEL = 0.95
 FEWEST = 3
 """Smallest number of runs with an interval."""
-SEED, FOLDER = "seed", "run.dir"
-"""The two keys in which repetitions differ."""
+SEED = "seed"
+"""The key in which repetitions differ, beside those of files."""
+NUMBERS = ("run.iterations", "run.shard")
+"""Settings of `run` that change numbers."""
+REWARD = r"(python\.reward_funcs|reward)(\[|$)"
+"""Beginning of the keys of rewards."""
 SAME_SCORE = ("name", "retries", "timeout", "batch_size", "dtype")
 """Settings of a reward term that leave its score the same."""
 LABEL = 60
@@ -96,9 +100,18 @@ def texts(config: Mapping[str, Any]) -> dict[str, str]:
     return {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, default=str) for k, v in pairs}
 
 
+def settings_of(run: Run) -> dict[str, str]:
+    """Settings of a run as text; a part of the user's, such as a function's file, with its digest."""
+    settings = texts(run.config)
+    for key, part in run.parts.items():
+        if not run.python.keys() & {key, key.partition("[")[0]}:  # whose labels have it
+            settings[key] = f"{settings.get(key, part.get('name', MISSING))} ({part['digest'][:8]})"
+    return settings
+
+
 def without_seed(settings: Mapping[str, str]) -> dict[str, str]:
-    """Settings without seed and folder."""
-    return {key: value for key, value in settings.items() if key not in (SEED, FOLDER)}
+    """Settings without the seed, and without those that change no number: of `run`, all but its length."""
+    return {key: x for key, x in settings.items() if key != SEED and (key in NUMBERS or not key.startswith("run."))}
 
 
 def group_runs(runs: Sequence[Run], key: str | None = None) -> list[RunGroup]:
@@ -111,7 +124,7 @@ def group_runs(runs: Sequence[Run], key: str | None = None) -> list[RunGroup]:
     Raises:
         ConfigError: no run has such a key.
     """
-    settings = [texts(run.config) for run in runs]
+    settings = [settings_of(run) for run in runs]
     if key is not None and not any(key in found for found in settings):
         known = dict.fromkeys(name for found in settings for name in found)
         raise ConfigError(f"no run has the key {key}; {suggestion(key, known, 'see config.yaml of a run')}")
@@ -147,7 +160,7 @@ def reward_keys(groups: Sequence[RunGroup], metric: str) -> list[str]:
     if metric not in (TEXT.headline, TEXT.evaluation):
         return []
     settings = [found for group in groups for found in group.settings]
-    keys = dict.fromkeys(key for found in settings for key in found if re.match(r"reward(\[|$)", key))
+    keys = dict.fromkeys(key for found in settings for key in found if re.match(REWARD, key))
     other = [key for key in keys if key.rpartition(".")[2] not in SAME_SCORE and len(values(settings, key)) > 1]
     return sorted(other, key=lambda key: key.rpartition(".")[2] not in KINDS)
 

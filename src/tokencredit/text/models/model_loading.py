@@ -205,14 +205,19 @@ def fuse_gelu(model: nn.Module) -> None:
 
 def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """SHA-256 digests of a model's weights (`model`) and of its tokenizer (`tokenizer`)."""
-    weights = [f"{name} {weight_hash(whole(p.detach()))}" for name, p in lm.named_parameters()]
     vocabulary = json.dumps(
         [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True
     )
     return {
-        "model": hashlib.sha256("\n".join(weights).encode()).hexdigest(),
+        "model": weights_digest(lm),
         "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
     }
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 digest of a model's weights and their names."""
+    weights = [f"{name} {weight_hash(whole(p.detach()))}" for name, p in model.named_parameters()]
+    return hashlib.sha256("\n".join(weights).encode()).hexdigest()
 
 
 def folder_digest(name: Any) -> str | None:
@@ -233,25 +238,14 @@ def folder_digest(name: Any) -> str | None:
     return sha.hexdigest()
 
 
-def origin(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's starting point: fingerprints, and names of the arguments passed from Python."""
-    return fingerprint(lm, tokenizer) | {"given": [name for name, value in given.items() if value is not None]}
-
-
 def check_origin(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> None:
-    """Raise `ConfigError` if a resumed run began with another model, tokenizer or set of Python arguments."""
+    """Raise `ConfigError` if a resumed run began with another model or tokenizer."""
     for part in ("model", "tokenizer"):
         if then[part] != now[part]:
             raise ConfigError(
                 f"the {part} that model.name {name!r} stands for is not what it was when this run began; restore it, "
                 "or start a new run"
             )
-    if then["given"] != now["given"]:
-        before, after = (", ".join(arguments["given"]) or "none" for arguments in (then, now))
-        raise ConfigError(
-            f"this run began with arguments from Python that config.yaml does not hold ({before}; now: {after}); "
-            "pass the same from Python, and call train(resume_from_checkpoint=True)"
-        )
 
 
 def upload(folder: Path, repository: str) -> None:

@@ -336,7 +336,7 @@ def _load_base(run: Path, model: ModelConfig) -> tuple[PreTrainedModel, PreTrain
         lm, tokenizer = load_start(model)
         origin = started_from(run)
         if origin is not None:
-            check_origin(origin, fingerprint(lm, tokenizer) | {"given": origin["given"]}, model.name)
+            check_origin(origin, fingerprint(lm, tokenizer), model.name)
         return merged(model, lm), tokenizer
     except ConfigError as error:
         raise ConfigError(

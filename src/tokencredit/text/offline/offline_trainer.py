@@ -30,12 +30,13 @@ from tokencredit.learn.state import (
 )
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import drop_gradients
+from tokencredit.provenance.parts import describe, label
 from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import Iteration, State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.offline import DPOConfig, OfflineSettings
-from tokencredit.settings.run_kind import run_kind_of
+from tokencredit.settings.run_kind import refuse_python, run_kind_of
 from tokencredit.text.data.prompts import shuffled
 from tokencredit.text.models.model_loading import check_origin
 from tokencredit.text.models.precision import choose_precision
@@ -58,6 +59,8 @@ class OfflineTrainer:
             train_dataset: rows in place of `data.dataset`, as a `datasets.Dataset` or a list of dicts.
             eval_dataset: the same for held-out rows, in place of `eval.dataset`.
         """
+        given = [name for name, rows in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)) if rows]
+        refuse_python(args.python, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.processes = Processes(args.run.timeout)
         size, processes = args.data.batch_size, self.processes.count
         if size % processes:
@@ -74,10 +77,10 @@ class OfflineTrainer:
             length = replace(args.run, iterations=self.steps)
             self.record = RunRecord(length, self.processes, run_kind_of(asdict(args)), precision.choices)
             rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-            names = [name for name, value in rows.items() if value is not None]
+            self.record.parts = {name: describe(value) for name, value in rows.items() if value is not None}
+            self.args = replace(args, python={name: label(part) for name, part in self.record.parts.items()})
             data = hashlib.sha256(json.dumps([self.examples, self.held_out]).encode()).hexdigest()
-            self.origin: State = dict(self.model.start) | {"given": names, "data": data}
-            self.record.from_python = self.origin["given"]
+            self.origin: State = dict(self.model.start) | {"data": data}
             torch.nn.Module.to(lm, precision.device)
             self.loss = OfflineLoss(args, lm, self.model.tokenizer, precision)
             self.rng = rng.torch_state()

@@ -1,0 +1,87 @@
+"""The parts of a run: what it was given from Python, and what its settings name in files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tokencredit.provenance.parts import Part, describe, label
+from tokencredit.settings.data import PACKAGED, DefaultReward
+from tokencredit.settings.run_kind import own_parts
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.data.tasks import Tasks
+from tokencredit.text.models.model_loading import folder_digest, weights_digest
+from tokencredit.text.rewards.calls import Term
+from tokencredit.user_code.user_objects import load_object
+
+
+def parts_of(
+    args: PPOConfig,
+    given: Mapping[str, Any],
+    prompts: Prompts | Tasks,
+    held_out: Prompts | Tasks,
+    start: Mapping[str, str],
+) -> dict[str, Part]:
+    """Descriptions of what a run was `given` from Python or reads by name, by argument or key.
+
+    `start` has the fingerprints of the model and of its tokenizer.
+    """
+    read: dict[str, Any] = {"model.name": args.model.name, "critic.name": args.critic.name} | own_parts(args)
+    read |= {"env.factory": args.env.factory} | {f"tools[{i}]": tool for i, tool in enumerate(args.tools)}
+    for number, term in enumerate(args.reward if "reward_funcs" not in given else ()):
+        kind, name = term.source()
+        read[f"reward[{number}].{kind}"] = name
+    parts = {key: part for key, value in read.items() if (part := part_of(value)) is not None}
+    fingerprints = {"model": start["model"], "processing_class": start["tokenizer"]}
+    for argument, value in given.items():
+        if argument in fingerprints:
+            parts[argument] = {"name": type(value).__name__, "digest": fingerprints[argument]}
+        elif argument not in ("train_dataset", "eval_dataset"):
+            parts |= {key: part_of(entry) or describe(entry) for key, entry in entries(argument, value).items()}
+    for group, rows in {held_out.name: ("eval", held_out), prompts.name: ("prompts", prompts)}.values():
+        if rows.rows is not None and rows.name != f"{group}.text":
+            parts[rows.name if rows.name in given else f"{group}.dataset"] = describe(rows.rows)
+    return parts
+
+
+def entries(argument: str, value: Any) -> dict[str, Any]:
+    """The parts in an argument of `PPOTrainer`: the entries of a list or dict, or the one value."""
+    if isinstance(value, Mapping):
+        return {f"{argument}[{key}]": entry for key, entry in value.items()}
+    return (
+        {f"{argument}[{i}]": x for i, x in enumerate(value)} if isinstance(value, list | tuple) else {argument: value}
+    )
+
+
+def part_of(value: Any) -> Part | None:
+    """The description of an entry, or of what a setting names; None for a name of ours or of the hub."""
+    if isinstance(value, Term):
+        weight = {} if value.weight == 1 else {"weight": value.weight}
+        return describe(partial(value.function, **value.kwargs, **weight))
+    if isinstance(value, PreTrainedModel):
+        return {"name": f"{type(value).__name__} {value.config._name_or_path}", "digest": weights_digest(value)}
+    if not isinstance(value, str):
+        return None if value is None else describe(value)
+    if (digest := folder_digest(value)) is not None:
+        return {"name": value, "digest": digest}
+    return describe(load_object(value, "user")) if ":" in value and value.partition(":")[0] not in PACKAGED else None
+
+
+def with_labels(args: PPOConfig, given: Mapping[str, Any], parts: Mapping[str, Part]) -> PPOConfig:
+    """The configuration with the parts `given` from Python by their labels, and no default in place of them."""
+    python: dict[str, Any] = {}
+    for argument, value in given.items():
+        keys = [argument] if argument in parts else list(entries(argument, value))
+        named = [label(parts[key]) for key in keys]
+        python[argument] = named[0] if keys == [argument] else named
+    if args.model.name:  # which names the model
+        python.pop("model", None)
+    reward = [] if "reward_funcs" in given else args.reward
+    if {"environment_factory", "tools"} & given.keys():
+        reward = [term for term in reward if not isinstance(term, DefaultReward)]
+    return replace(args, python=python, reward=reward)
