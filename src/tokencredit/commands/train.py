@@ -43,7 +43,7 @@ def train(options: Options) -> None:
     resume = options.resume is not None
     config = to_config(options, PPOConfig)
     refuse_other_folder(config, options)
-    refuse_python(config.python, file_of(options))
+    refuse_python(config, file_of(options))
     refuse_unused(config, rows=())
     with training(config, resume=resume) as (config, resume):
         from transformers.utils.logging import disable_progress_bar
@@ -79,6 +79,7 @@ def control(options: Options) -> None:
     resume = options.resume is not None
     config = to_config(options, ControlConfig)
     refuse_other_folder(config, options)
+    refuse_python(config, file_of(options))
     with training(config, resume=resume) as (config, resume):
         require_gymnasium()
         from tokencredit.control.control_trainer import ControlTrainer
@@ -93,7 +94,7 @@ def offline(kind: type[OfflineSettings], options: Options) -> None:
     config = to_config(options, kind)
     refuse_other_folder(config, options)
     refuse_unused(config, rows=())
-    refuse_python(config.python, file_of(options))
+    refuse_python(config, file_of(options))
     if config.data.dataset is None:
         raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
     with training(config, resume=resume) as (config, resume):

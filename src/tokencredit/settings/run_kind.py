@@ -15,7 +15,7 @@ from tokencredit.settings.data import PACKAGED, FunctionTerm
 from tokencredit.settings.fields import refuse_unused, settings_of
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
-from tokencredit.settings.parts import is_own
+from tokencredit.settings.parts import PYTHON, is_own
 from tokencredit.settings.reader import build, read_settings, read_yaml
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, RolloutConfig
 from tokencredit.settings.text import PPOConfig
@@ -24,6 +24,7 @@ from tokencredit.settings.training import AdvantageConfig, ShardingConfig
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig | OfflineSettings)
 PARTS = ("advantage.estimator",)
 """Settings that take a part of a user."""
+TRAINERS = {PPOConfig: "PPOTrainer", ControlConfig: "ControlTrainer"}
 MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -186,21 +187,23 @@ def refuse_foreign_code(config: PPOConfig | ControlConfig | OfflineSettings, no_
         raise ConfigError(f"--no-code, but the configuration executes user code: {'; '.join(lines)}")
 
 
-def refuse_python(python: Mapping[str, Any], file: str, given: Collection[str] = ()) -> None:
-    """Raise `ConfigError` for arguments that a configuration names, and that are not given, with the line of Python.
+def refuse_python(config: PPOConfig | ControlConfig | OfflineSettings, file: str, given: Collection[str] = ()) -> None:
+    """Raise `ConfigError` for parts from Python that a configuration names and that are not given.
 
     Args:
-        python: `python` of the configuration; settings among its keys are refused by those that load them.
-        file: of the configuration, in the message.
+        config: the configuration.
+        file: its file, in the message.
         given: arguments that are given.
     """
-    if missing := {key: part for key, part in python.items() if "." not in key and key not in given}:
-        listed = {key: [part] if isinstance(part, str) else part for key, part in missing.items()}
-        parts = "; ".join(f"{key}: {', '.join(map(str, part))}" for key, part in listed.items())
-        arguments = "".join(f", {key}=…" for key in missing)
+    named = {key: [part] if isinstance(part, str) else part for key, part in config.python.items() if key not in given}
+    if missing := {k: x for k, x in named.items() if "." not in k or str(attrgetter(k)(config)).startswith(PYTHON)}:
+        parts = "; ".join(f"{key}: {', '.join(map(str, part))}" for key, part in missing.items())
+        kind, trainer = type(config).__name__, TRAINERS.get(type(config), "OfflineTrainer")
+        keys = "".join(f"args.{key} = …; " for key in missing if "." in key)
+        arguments = "".join(f", {key}=…" for key in missing if "." not in key)
         raise ConfigError(
             f"a part of this run is from Python, and no file holds it ({parts}); give it in Python: "
-            f"args = PPOConfig.from_yaml({file!r}); PPOTrainer(args=args{arguments}).train()"
+            f"args = {kind}.from_yaml({file!r}); {keys}{trainer}(args=args{arguments}).train()"
         )
 
 

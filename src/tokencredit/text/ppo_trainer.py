@@ -112,7 +112,7 @@ class PPOTrainer:
         given |= {"callbacks": callbacks or None, "model": loaded, "processing_class": processing_class}
         given = {argument: value for argument, value in given.items() if value is not None}
         given |= {key: part for key, part in own_parts(args).items() if not isinstance(part, str)}
-        refuse_python(args.python, f"{args.run.dir or 'RUN'}/config.yaml", given)
+        refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.loaded = setup.load_parts(args)
         """The configuration with a user's functions in place of their names."""
         self.processes = Processes(args.run.timeout)

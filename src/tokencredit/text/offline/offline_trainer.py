@@ -60,7 +60,7 @@ class OfflineTrainer:
             eval_dataset: the same for held-out rows, in place of `eval.dataset`.
         """
         given = [name for name, rows in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)) if rows]
-        refuse_python(args.python, f"{args.run.dir or 'RUN'}/config.yaml", given)
+        refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.processes = Processes(args.run.timeout)
         size, processes = args.data.batch_size, self.processes.count
         if size % processes:
