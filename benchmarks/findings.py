@@ -98,6 +98,33 @@ def by_world(worlds: Mapping[str, Any]) -> Study:
     }
 
 
+README_ROWS = {
+    "default, built-in reviews": "builtin, default",
+    "default, real questions": "trec, default",
+    "default, real sentences about films": "subj, default",
+    "a learned critic alone, built-in reviews": "learned critic",
+}
+"""Rows of the README's table of true credit: variants of `by_world`, and of the study `truth`."""
+
+
+def readme_table(worlds: Mapping[str, Any], truth: Study) -> list[str]:
+    """The README's table of true credit, means over seeds; a variant without runs has no row."""
+    lines = [
+        "| correlation of shown with true advantages | seeds | after 5 iterations | after 10 | after 20 "
+        "| share of the attainable after 15 | after 60 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    kept = {**truth, **by_world(worlds)}
+    for title, variant in README_ROWS.items():
+        runs = list(kept.get(variant, {}).values())
+        columns = [[audited(run, f"{at} shown") for run in runs] for at in AUDITED[:3]]
+        columns += [[share(run, at) for run in runs if "best" in run] for at in ("15", "60")]
+        cells = [f"{average(column):.2f}" if column else "" for column in columns]
+        if runs:
+            lines.append(" | ".join(["| " + title, str(len(runs)), *cells]) + " |")
+    return lines
+
+
 def reached(run: Run, what: str) -> float:
     """Iteration at which the reward, a mean over five, first reached a height, such as `0.9`; NaN if it never did."""
     rewards = run["reward"]

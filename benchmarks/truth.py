@@ -4,7 +4,8 @@
 
 `make truth` does it in the built-in world; the folders of the others are made by benchmarks/worlds.py. Each run is a
 separate process. Its figures go to benchmarks/findings-data/worlds.json, from which `make findings` makes the first
-chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits.
+chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits. The
+README's table comes last; with `--seeds` and nothing after it no run is made.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", nargs="+", default=["builtin"], help="builtin, or NAME=FOLDER of a world.")
     parser.add_argument("--variants", nargs="+", default=["default", "learned critic"], choices=list(VARIANTS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
     parser.add_argument("--out", type=Path, default=DATA, help="The file to write.")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -137,6 +138,10 @@ def main() -> int:
         for world in options.worlds:
             for variant in options.variants:
                 keep(options.out, world, variant, seed)
+    from findings import read as kept_study
+    from findings import readme_table  # which imports Matplotlib
+
+    print("", *readme_table(read(options.out), kept_study("truth")), sep="\n")
     return 0
 
 

@@ -21,6 +21,12 @@ def test_the_page_has_the_tables_of_the_kept_metrics(findings):
     assert findings.fill(page, findings.tables(findings.studies())) == page
 
 
+def test_the_readme_has_the_table_that_its_command_prints(findings):
+    found = findings.studies()
+    table = "\n".join(findings.readme_table(found["worlds"], found["truth"]))
+    assert f"\n\n{table}\n\n" in (findings.PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+
+
 def test_intervals_are_students_and_welchs(findings):
     mean, half = findings.interval([1.0, 2.0, 3.0])
     assert (mean, half) == pytest.approx((2.0, 4.302653 / 3**0.5), rel=1e-6)  # t of 2 degrees of freedom
