@@ -57,7 +57,8 @@ def check_arguments(
     if isinstance(model, nn.Module) and not hasattr(model, "config"):
         raise ConfigError(
             f"model is a {type(model).__name__}, a module without a Transformers configuration; give a hub id, a "
-            "folder, or a model of Transformers or PEFT, as AutoModelForCausalLM loads it"
+            "folder, or a model of Transformers or PEFT, as AutoModelForCausalLM loads it; to train your own, make it "
+            "the trunk of a PreTrainedModel, which takes 12 lines: docs/python.md#your-own-model"
         )
     if not (model is None or isinstance(model, str | nn.Module)):
         raise ConfigError(

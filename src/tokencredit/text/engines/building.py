@@ -17,7 +17,8 @@ from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.engines.requests import Sampler
 from tokencredit.text.engines.vllm.sampler import VllmSampler
 from tokencredit.text.engines.vllm.server import VllmServer
-from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.actor_critic import ActorCritic, cache_argument
+from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.model_loading import end_ids
 from tokencredit.text.models.plain_weights import check_gathered
 from tokencredit.text.models.precision import Precision
@@ -64,7 +65,12 @@ def choose_decoding(
     Raises:
         ConfigError: `rollout.cache` is static, and the model does not support it.
     """
-    cache = args.rollout.cache
+    cache, trunk = args.rollout.cache, trunk_of(policy.lm)
+    if cache_argument(trunk) is None:
+        reason = f"{type(trunk).__name__} takes no KV cache (past_key_values)"
+        if cache == "static":
+            raise ConfigError(f"rollout.cache is static, and {reason}; leave it out")
+        return None, [f"{reason}, so each sampled token costs a full forward pass"]
     if cache == "dynamic" or (cache == "auto" and precision.device.type != "cuda"):
         return None, []
     if is_sharded(policy.lm):

@@ -1,4 +1,4 @@
-"""KV cache with spare capacity: appending a token writes in place."""
+"""Hidden states of completions token by token, with a KV cache that has spare capacity, or without a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from tokencredit.text.models.actor_critic import ActorCritic, positions
+from tokencredit.text.models.actor_critic import ActorCritic, cache_argument, positions
+from tokencredit.text.models.architecture import trunk_of
 
 SPARE_TOKENS = 64
 """Least spare capacity of a new buffer, in tokens; a longer cache gets half its length."""
@@ -23,9 +24,9 @@ def sampling_cache(config: PreTrainedConfig) -> DynamicCache:
     return cache
 
 
-def can_keep_rows(cache: Cache) -> bool:
+def can_keep_rows(cache: Cache | None) -> bool:
     """True if single rows can be taken out of a cache and put back: every layer holds keys and values of all tokens."""
-    return all(type(layer) is SpareCapacityLayer for layer in cache.layers)
+    return cache is not None and all(type(layer) is SpareCapacityLayer for layer in cache.layers)
 
 
 def take_rows(cache: Cache, slots: Sequence[int], starts: Sequence[int], *, last: bool) -> list[RowCache]:
@@ -116,8 +117,12 @@ class CachedSteps:
         """Prepare for prompts with this mask, `[batch, prompt]`, and at most `limit` new tokens."""
         self.model, self.end = model, prompt_mask.shape[1]
         self.attention_mask, self.position_ids = positions(prompt_mask, limit)
-        self.cache: Cache = sampling_cache(model.lm.config)
+        self.cache: Any = self._cache()
         self.rows = torch.arange(len(prompt_mask), device=prompt_mask.device)
+
+    def _cache(self) -> Cache | None:
+        """An empty cache."""
+        return sampling_cache(self.model.lm.config)
 
     def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
         """Prefill, each prompt once per `per_prompt` consecutive rows; returns the last states `[slots, width]`."""
@@ -140,6 +145,9 @@ class CachedSteps:
         for _ in range(count):
             step()
 
+    def begin(self, ids: Tensor) -> None:
+        """Take the tokens of the running batch, `[slots, time]`, that have been run; a cache holds them."""
+
     def keep(self, active: list[bool]) -> Tensor | None:
         """Drop finished slots; returns the indices of those that stay, None if all do."""
         if all(active):
@@ -153,3 +161,37 @@ class CachedSteps:
         """Select rows of the cache."""
         # Layers with a recurrent state have neither `batch_repeat_interleave` nor `batch_select_indices`.
         self.cache.reorder_cache(cast(torch.LongTensor, rows))
+
+
+class FullSteps(CachedSteps):
+    """The same for a model without a cache: each step runs all tokens again."""
+
+    ids: Tensor
+
+    def _cache(self) -> None:
+        """None: there is no cache."""
+
+    def begin(self, ids: Tensor) -> None:
+        """Take the tokens of the running batch, `[slots, time]`, that have been run."""
+        self.ids = ids
+
+    def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
+        """As `CachedSteps.prompts`."""
+        self.begin(prompt_ids[::per_prompt])
+        return super().prompts(prompt_ids, per_prompt)
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """As `CachedSteps.next`."""
+        self.end += 1
+        self.ids = torch.cat([self.ids, tokens], dim=1)
+        mask, position_ids = self.attention_mask[:, : self.end], self.position_ids[:, : self.end]
+        return self.model.hidden(self.ids, mask[self.rows], position_ids[self.rows])[:, -1]
+
+    def _select(self, rows: Tensor) -> None:
+        self.ids = self.ids[rows]
+
+
+def steps_of(model: ActorCritic, prompt_mask: Tensor, limit: int) -> CachedSteps:
+    """Steps of a model, with a cache if it takes one; arguments as of `CachedSteps`."""
+    cached = cache_argument(trunk_of(model.lm)) is not None
+    return (CachedSteps if cached else FullSteps)(model, prompt_mask, limit)

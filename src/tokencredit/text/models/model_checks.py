@@ -15,13 +15,14 @@ from tokencredit.distributed.sharding import kind_of, shard_alike
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.training_mode import checkpointing_modules, training
-from tokencredit.text.models.actor_critic import ActorCritic, Inputs, cache_argument
-from tokencredit.text.models.architecture import trunk_of
+from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.critic import Critic
-from tokencredit.text.models.kv_cache import CachedSteps
+from tokencredit.text.models.kv_cache import steps_of
 
 TOLERANCE = 1e-3
 """Largest rounding difference in float32: of log-probs in nats, of hidden states relative to the largest."""
+PADDED = "let yours step over tokens whose attention_mask is 0, or "
+"""What to change in a model of one's own that does not skip padding."""
 SAME_PROMPT = (slice(0, 2), slice(2, 4))
 """Groups of example rows with the same prompt."""
 
@@ -41,18 +42,13 @@ def check_policy(name: str, lm: PreTrainedModel) -> None:
     if lm.generation_config is not None:
         make_savable(title, lm.generation_config)
     with _passes(title):
-        model, trunk = ActorCritic(lm), trunk_of(lm)
-        if cache_argument(trunk) is None:
-            raise ConfigError(
-                f"{title} cannot be sampled from: {type(trunk).__name__} takes no KV cache (past_key_values or "
-                "cache_params); take a model of another architecture"
-            )
+        model = ActorCritic(lm)
         inputs = example_inputs(lm.config.get_text_config().vocab_size, lm.device)
         alone = check_causal(title, model.response_hidden, inputs)
         _check_projection(title, model, alone, inputs)
         expected = _logprobs(model, alone)
         padded = _logprobs(model, model.response_hidden(inputs))
-        _compare(title, padded, expected, "for a prompt that is padded on the left")
+        _compare(title, padded, expected, "for a prompt that is padded on the left", PADDED)
         for rows, time, hidden in _cached_states(model, inputs):
             _compare(title, _logprobs(model, hidden), expected[rows, time], "with its cache")
 
@@ -178,7 +174,7 @@ def _refuse_nonfinite(title: str, *results: Tensor) -> None:
 
 def _cached_states(model: ActorCritic, inputs: Inputs) -> Iterator[tuple[Tensor, int, Tensor]]:
     """Rows, time step and states of cached decoding of the example; the second row ends after its first token."""
-    steps = CachedSteps(model, inputs["prompt_mask"], inputs["mask"].shape[1])
+    steps = steps_of(model, inputs["prompt_mask"], inputs["mask"].shape[1])
     yield steps.rows, 0, steps.prompts(inputs["prompt_ids"], per_prompt=2)
     yield steps.rows, 1, steps.next(inputs["response_ids"][:, :1])
     steps.keep([True, False, True, True])
@@ -190,13 +186,13 @@ def _logprobs(model: ActorCritic, hidden: Tensor) -> Tensor:
     return model.logits(hidden).log_softmax(dim=-1)
 
 
-def _compare(title: str, logprobs: Tensor, expected: Tensor, when: str) -> None:
-    """Raise `ConfigError` if log-probs differ."""
+def _compare(title: str, logprobs: Tensor, expected: Tensor, when: str, cure: str = "") -> None:
+    """Raise `ConfigError` if log-probs differ; `cure` is one beside another model."""
     if not close(logprobs, expected, rounding(expected)):
         size = float((logprobs - expected).abs().max())
         raise ConfigError(
             f"{title} gives other log-probabilities {when}, by up to {size:.2g} nats; a run would train on other "
-            "probabilities than it samples with; take a model of another architecture"
+            f"probabilities than it samples with; {cure}take a model of another architecture"
         )
 
 

@@ -151,7 +151,8 @@ def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreT
     if lm.get_output_embeddings() is None or not hasattr(lm, "generation_config"):
         raise ConfigError(
             f"the model {args.name!r} is a {type(lm).__name__}, which has no projection to a vocabulary; give a causal "
-            "language model, as loaded by AutoModelForCausalLM"
+            "language model, as loaded by AutoModelForCausalLM; a class of your own is a GenerationMixin with lm_head "
+            "and model.embed_tokens (docs/python.md#your-own-model)"
         )
     fuse_gelu(lm)
     disable_noise(lm, dropout=not args.dropout)

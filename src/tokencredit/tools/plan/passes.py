@@ -23,7 +23,7 @@ from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of
 from tokencredit.text.models.critic import build_critic, saved_start
-from tokencredit.text.models.kv_cache import CachedSteps
+from tokencredit.text.models.kv_cache import steps_of
 from tokencredit.text.models.model_loading import as_config_error, base_model, fuse_gelu, resolve
 from tokencredit.text.models.peft_models import saved_config
 from tokencredit.text.models.precision import Precision, round_frozen
@@ -153,7 +153,7 @@ class SkeletonPasses:
         decoding = StaticDecoding(self.policy) if self.static else None
         weights = nullcontext(self.policy) if decoding is None else decoding.weights()
         with self.precision.no_grad(), weights as model:
-            yield Sampling(self, batch, model, CachedSteps if decoding is None else decoding.steps)
+            yield Sampling(self, batch, model, steps_of if decoding is None else decoding.steps)
 
 
 class Sampling:

@@ -16,7 +16,15 @@ from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.engine import FAILURES, Conversation, Engine
 from tokencredit.text.engines.local.sampling import Decoding, decode, sample
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
-from tokencredit.text.models.kv_cache import SPARE_TOKENS, CachedSteps, RowCache, can_keep_rows, put_rows, take_rows
+from tokencredit.text.models.kv_cache import (
+    SPARE_TOKENS,
+    CachedSteps,
+    RowCache,
+    can_keep_rows,
+    put_rows,
+    steps_of,
+    take_rows,
+)
 from tokencredit.text.rollout_passes import evaluate_rollout
 
 
@@ -50,7 +58,7 @@ class LocalEngine(Engine):
                 self.end_ids,
                 per_prompt,
                 None if started is None else [tokens.to(self.precision.device) for tokens in started],
-                steps=CachedSteps if self.decoding is None else self.decoding.steps,
+                steps=steps_of if self.decoding is None else self.decoding.steps,
                 in_step=self.in_step,
                 keeps_support=self.keeps_support,
             )
@@ -175,9 +183,10 @@ class LocalConversation(Conversation):
         width = max(reused) + new
         mask = torch.tensor([[False] * (width - len(text)) + [True] * len(text) for text in texts], device=device)
         inputs = torch.tensor([[0] * max(new - len(text), 0) + list(text[-new:]) for text in texts], device=device)
-        states = CachedSteps(policy, mask, limit)
+        states = steps_of(policy, mask, limit)
         if any(reused):
             put_rows(states.cache, kept, reused, new + min(limit, SPARE_TOKENS))
         positions = states.position_ids[:, width - new : width]
+        states.begin(inputs)
         hidden = policy.hidden(inputs, states.attention_mask[:, :width], positions, states.cache)
         return states, hidden[:, -1], inputs

@@ -23,7 +23,7 @@ from tokencredit.text.data.detokenizer import StopSearch
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.kv_cache import CachedSteps
+from tokencredit.text.models.kv_cache import CachedSteps, steps_of
 
 CHECK_EVERY = 16
 """Steps between checks for finished completions, on devices other than a CPU; each check is a host sync."""
@@ -196,7 +196,7 @@ def sample(
     per_prompt: int = 1,
     started: Sequence[Tensor] | None = None,
     *,
-    steps: Callable[[ActorCritic, Tensor, int], CachedSteps] = CachedSteps,
+    steps: Callable[[ActorCritic, Tensor, int], CachedSteps] = steps_of,
     every: int | None = None,
     in_step: Processes | None = None,
     keeps_support: bool = False,
