@@ -53,7 +53,7 @@ class GRU(PreTrainedModel, GenerationMixin):
 class Padded(Trunk):
     """Runs through the padding."""
 
-    def forward(self, input_ids, attention_mask=None):  # noqa: ARG002
+    def forward(self, input_ids, attention_mask=None):
         return BaseModelOutput(last_hidden_state=self.gru(self.embed_tokens(input_ids))[0])
 
 
