@@ -64,6 +64,11 @@ class Processes:
         self.rank: int = self._state.process_index
         self.main: bool = self._state.is_main_process
 
+    def hardware(self) -> dict[str, Any]:
+        """Device, CPU threads and number of processes, for a run's record."""
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        return {"device": gpu, "threads": torch.get_num_threads(), "processes": self.count}
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The elementwise sum of a tensor over all processes, on each of them."""
         return tensor if self.count == 1 else cast(Tensor, reduce(tensor, "sum"))

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
+from tokencredit.provenance.environment import environment, now
 from tokencredit.provenance.parts import Part
 from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
@@ -76,6 +78,7 @@ class RunRecord:
         self.screen = Screen(args.iterations, enabled=self.main)
         self.trackers = Trackers(args.trackers, self.folder.path / "tensorboard", self.event, enabled=self.main)
         self.warned: set[str] = set()
+        self.environment: dict[str, Any] = {}
         self.history = History()
         self.first_samples: Sequence[Mapping[str, Any]] = []
         self.last_samples: Sequence[Mapping[str, Any]] = []
@@ -206,6 +209,7 @@ class RunRecord:
         while self.early:
             self.log(self.early.pop(0))
         self.started = time.perf_counter()
+        self.environment = environment() | self.processes.hardware() if self.main else {}
         self.trackers.start(len(self.history) + 1, self.config)
         for event in events:
             self.event(event)
@@ -386,6 +390,7 @@ class RunRecord:
         """
         seconds = time.perf_counter() - self.started
         summary = summarise(self.history, self.run_kind, self.folder.path, seconds, stopped_by)
+        summary = replace(summary, environment=self.environment | {"ended": now()})
         with self.replaced(self.run_kind.saved, in_all) as folder:
             if folder is not None:
                 save(folder, summary)

@@ -136,6 +136,8 @@ class Summary(Mapping[str, Any]):
     """Share of the attainable over the same iterations as `last`; None where it is not known (docs/training.md)."""
     attained: str | None = field(default=None, repr=False)
     """The same in words, with its bound."""
+    environment: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Versions, machine, command, repository and dates (docs/training.md)."""
 
     def __getitem__(self, key: str) -> Any:
         return self._entries()[key]
@@ -157,6 +159,7 @@ class Summary(Mapping[str, Any]):
             "seconds": self.seconds,
             f"{self.run_kind.unit}_per_second": self.per_second,
             "stopped_by": self.stopped_by,
+            **({"environment": self.environment} if self.environment else {}),
         }
 
 

@@ -1,0 +1,71 @@
+"""Software, machine, command and repository of a run."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("tokencredit", "torch", "transformers", "numpy", "datasets", "peft", "accelerate", "vllm", "gymnasium")
+"""Packages whose versions are recorded, where they are installed."""
+MAX_FILES = 20
+"""Most changed files of a repository that are named."""
+
+
+def environment() -> dict[str, Any]:
+    """Versions, platform, command and repository of this process, as JSON; what is not known is left out."""
+    here = repository(Path(__file__).parent)
+    user = repository(Path.cwd())
+    found = {
+        "versions": {"python": platform.python_version()} | {name: x for name in PACKAGES if (x := _version(name))},
+        "tokencredit": here if here is not None and Path(here["folder"], "src/tokencredit").is_dir() else None,
+        "platform": platform.platform(),
+        "processor": processor(),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv[0] else None,
+        "script": getattr(sys.modules["__main__"], "__file__", None),
+        "repository": user if user != here else None,
+        "started": now(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def now() -> str:
+    """This second, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def processor() -> str:
+    """The name of the processor."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), platform.processor())
+
+
+def repository(folder: Path) -> dict[str, Any] | None:
+    """The Git repository of a folder: its folder, commit and files with changes; None without one."""
+    top, commit = _git(folder, "rev-parse", "--show-toplevel"), _git(folder, "rev-parse", "HEAD")
+    if not top or not commit:
+        return None
+    changed = [line[3:] for line in (_git(folder, "status", "--porcelain") or "").splitlines()]
+    return {"folder": top, "commit": commit, "changed": changed[:MAX_FILES], "changed_files": len(changed)}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """The output of a git command; None if it fails."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.rstrip() if done.returncode == 0 else None
