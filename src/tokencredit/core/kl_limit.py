@@ -21,6 +21,8 @@ FEW = 5.0
 """Effective samples below which the estimate is called a lower bound."""
 RESAMPLES = 500
 """Resamples of the bootstrap interval."""
+DRAWS = 2**20
+"""Most draws of the bootstrap in memory at once."""
 ROUNDING = 1e-9
 """Relative difference of J* and J_ref up to which the rewards count as equal."""
 
@@ -96,10 +98,10 @@ def attainable(
     objective, reward = float(shares @ best), float((shares[groups] * weights) @ rewards)
     # Bootstrap: as many samples of each group, drawn from it.
     first, resampled = counts.cumsum(0) - counts, []
-    for _ in range(RESAMPLES):
-        drawn = torch.rand(len(rewards), dtype=torch.double, generator=generator) * counts[groups]
-        resampled.append(shares @ _objectives(rewards[first[groups] + drawn.long()], groups, counts, coef))
-    low, high = torch.stack(resampled).quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
+    for part in torch.arange(RESAMPLES).split(max(1, DRAWS // len(rewards))):
+        drawn = torch.rand(len(part), len(rewards), dtype=torch.double, generator=generator) * counts[groups]
+        resampled.append(_objectives(rewards[first[groups] + drawn.long()], groups, counts, coef) @ shares)
+    low, high = torch.cat(resampled).quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
     return Attainable(
         objective=objective,
         low=low,
@@ -115,7 +117,8 @@ def attainable(
 
 
 def _objectives(rewards: Tensor, groups: Tensor, counts: Tensor, coef: float) -> Tensor:
-    """β ln mean exp(R / β) of each group, with its largest reward taken out of the exponential."""
-    top = rewards.new_full(counts.shape, -torch.inf).scatter_reduce(0, groups, rewards, "amax")
-    sums = torch.zeros_like(top).index_add(0, groups, ((rewards - top[groups]) / coef).exp())
+    """β ln mean exp(R / β) of each group along the last dimension, with its largest reward outside the exponential."""
+    at = groups.expand_as(rewards)
+    top = rewards.new_full((*rewards.shape[:-1], len(counts)), -torch.inf).scatter_reduce(-1, at, rewards, "amax")
+    sums = torch.zeros_like(top).scatter_add(-1, at, ((rewards - top[..., groups]) / coef).exp())
     return top + coef * (sums / counts).log()
