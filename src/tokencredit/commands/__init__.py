@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Options], None]]] = {
     "inspect": (run_reports.inspect_parser, run_reports.inspect),
     "play": (run_reports.play_parser, run_reports.play),
     "report": (run_reports.report_parser, run_reports.report),
+    "cite": (run_reports.cite_parser, run_reports.cite),
     "compare": (run_reports.compare_parser, run_reports.compare),
     "sweep": (train.sweep_parser, train.sweep),
     "doctor": (run_reports.doctor_parser, run_reports.doctor),

@@ -190,6 +190,22 @@ def report(options: Options) -> None:
     show_page(write_report(Path(options.run)), options)
 
 
+def cite_parser() -> Parser:
+    """The parser of `tokencredit cite`."""
+    parser = new_command("Write what a paper's appendix says about runs, with BibTeX.", runs_code=False)
+    parser.positional("runs", "RUN, the folder of each run", nargs="*", help="Folders of runs of one kind.")
+    return parser
+
+
+def cite(options: Options) -> None:
+    """Run `tokencredit cite`."""
+    from tokencredit.report.cite import citation
+    from tokencredit.report.reading import read_run
+
+    for line in citation([read_run(Path(run), samples=False) for run in options.runs]).splitlines():
+        print(visible(line))
+
+
 def show_page(page: Path, options: Options) -> None:
     """Print a page's path, and with `--open` open it in the browser."""
     print(page)

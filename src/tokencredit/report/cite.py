@@ -1,0 +1,106 @@
+"""The part of an appendix that a paper needs about runs: a paragraph, changed settings and BibTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tokencredit.report.card import code
+from tokencredit.report.comparison.stats import MISSING, SEED, RunGroup, group_runs, texts, values, without_seed
+from tokencredit.report.reading import Run
+from tokencredit.settings.run_kind import RunKind, run_kind_of
+
+
+def citation(runs: Sequence[Run]) -> str:
+    """A text in Markdown: software, machine, seeds, a table of the settings that differ from the defaults, BibTeX."""
+    made = [found if isinstance(found := run.summary.get("environment"), dict) else {} for run in runs]
+    groups, run_kind = group_runs(runs), run_kind_of(runs[0].config)
+    version = "; ".join(distinct(of(found, "versions", "tokencredit") for found in made)) or "unknown version"
+    sentences = [f"Trained with `tokencredit {run_kind.command}` {version}{commit(made, 'tokencredit')}."]
+    if packages := "; ".join(distinct(versions(found) for found in made)):
+        sentences.append(f"Software: {packages}.")
+    if machines := "; ".join(distinct(machine(found) for found in made)):
+        sentences.append(f"Hardware: {machines}.")
+    if commands := distinct(str(found.get("command") or found.get("script") or "") for found in made):
+        sentences.append(f"Started by {', '.join(map(code, commands))}{commit(made, 'repository')}.")
+    if dates := sorted(str(found["started"])[:10] for found in made if "started" in found):
+        sentences.append(f"Dates: {dates[0]} to {dates[-1]}.")
+    listed = [f"- setting {number}: seeds {', '.join(seeds(group))}" for number, group in enumerate(groups, start=1)]
+    return "\n".join([" ".join(sentences), "", *listed, "", *table(groups, run_kind), "", *bibtex(version), ""])
+
+
+def seeds(group: RunGroup) -> list[str]:
+    """Seeds of a group's runs."""
+    return [found.get(SEED, MISSING) for found in group.settings]
+
+
+def table(groups: Sequence[RunGroup], run_kind: RunKind) -> list[str]:
+    """Rows of settings that differ from the defaults in a group, and of all parts of the user's, a column per group."""
+    defaults = texts(asdict(run_kind.config()))
+    keys = dict.fromkeys(key for group in groups for found in group.settings for key in without_seed(found))
+    shown = [key for key in keys if any(values(group.settings, key) != [defaults.get(key)] for group in groups)]
+    header = "| setting | default |" + "".join(f" {number} |" for number, _ in enumerate(groups, start=1))
+    rows = [
+        f"| {code(key)} | {cell([defaults.get(key, MISSING)])} | "
+        + " | ".join(cell(values(group.settings, key)) for group in groups)
+        + " |"
+        for key in shown
+    ]
+    return [header, "|---|---|" + "---|" * len(groups), *rows]
+
+
+def cell(found: Sequence[str]) -> str:
+    """Values as code in a cell of a table."""
+    return ", ".join(code(text.replace("|", "\\|")) for text in found)
+
+
+def bibtex(version: str) -> list[str]:
+    """The software's entry."""
+    return [
+        "```bibtex",
+        "@software{tokencredit,",
+        "  author  = {{The Tokencredit authors}},",
+        "  title   = {Tokencredit: {PPO} for language models with the credit of every token in view},",
+        f"  version = {{{version}}},",
+        "  license = {Apache-2.0},",
+        "}",
+        "```",
+    ]
+
+
+def of(found: Mapping[str, Any], *keys: str) -> str:
+    """A text inside an environment of a run; empty if there is none."""
+    value: Any = found
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return "" if value is None else str(value)
+
+
+def distinct(found: Any) -> list[str]:
+    """Texts that are not empty, each once."""
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def versions(found: Mapping[str, Any]) -> str:
+    """Versions of other packages, in a line."""
+    known = found.get("versions")
+    others = known.items() if isinstance(known, dict) else ()
+    return ", ".join(f"{name} {x}" for name, x in others if name != "tokencredit")
+
+
+def machine(found: Mapping[str, Any]) -> str:
+    """Device, processor, threads and platform, in a line."""
+    parts = [of(found, "device"), of(found, "processor"), of(found, "platform")]
+    counts = [f"{of(found, name)} {name}" for name in ("threads", "processes") if name in found]
+    return ", ".join(filter(None, [*parts, *counts]))
+
+
+def commit(made: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Commits of a repository, with the number of files that had changes; empty if none is known."""
+    words = []
+    for found in made:
+        if whole := of(found, key, "commit"):
+            changed = of(found, key, "changed_files")
+            words.append(f"commit {whole[:12]}" + (f", changed files: {changed}" if changed not in ("", "0") else ""))
+    return f" ({'; '.join(distinct(words))})" if words else ""

@@ -1,0 +1,33 @@
+"""What a paper says about runs."""
+
+from pathlib import Path
+
+from tokencredit.report.cite import citation
+from tokencredit.report.reading import Run
+
+MADE = {"versions": {"tokencredit": "1.2", "torch": "2.0"}, "device": "cpu", "command": "tokencredit train --seed 1"}
+MADE |= {"tokencredit": {"commit": "a" * 40, "changed_files": 0}, "started": "2026-01-02T03:04:05+00:00"}
+MADE |= {"repository": {"commit": "b" * 40, "changed_files": 3}}
+
+
+def run(seed, **changed):
+    config = {"seed": seed, "model": {"name": "builtin:reviews"}, "kl": {"coef": 0.05} | changed}
+    python = {"reward_funcs": "score (mine.py, 1a2b3c4d)"}
+    return Run(Path(f"run-{seed}"), config | {"python": python}, [], [], {"environment": MADE})
+
+
+def test_software_machine_seeds_changed_settings_and_parts_are_named():
+    text = citation([run(1), run(2), run(3, coef=0.1)])
+    assert text.startswith("Trained with `tokencredit train` 1.2 (commit aaaaaaaaaaaa). Software: torch 2.0.")
+    assert "Started by `tokencredit train --seed 1` (commit bbbbbbbbbbbb, changed files: 3)." in text
+    assert "Dates: 2026-01-02 to 2026-01-02." in text
+    assert "- setting 1: seeds 1, 2\n- setting 2: seeds 3\n" in text
+    assert "| `kl.coef` | `0.05` | `0.05` | `0.1` |" in text
+    assert "| `python.reward_funcs` | `not set` | `score (mine.py, 1a2b3c4d)` | `score (mine.py, 1a2b3c4d)` |" in text
+    assert "model.name" not in text, "the default"
+    assert "version = {1.2}" in text
+
+
+def test_runs_without_a_summary_have_their_settings():
+    bare = Run(Path("run"), {"seed": 1, "model": {"name": "mine"}}, [], [], {})
+    assert "| `model.name` | `builtin:reviews` | `mine` |" in citation([bare])
