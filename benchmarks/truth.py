@@ -2,6 +2,7 @@
 
     python benchmarks/truth.py [--worlds builtin subj=FOLDER trec=FOLDER] [--variants default …] [--seeds 1 2 3 4 5]
 
+A variant is a name below, or settings, such as `advantage.estimator=mine.py:by_entropy`, with a comma between several.
 `make truth` does it in the built-in world; the folders of the others are made by benchmarks/worlds.py. Each run is a
 separate process. Its figures go to benchmarks/findings-data/worlds.json, from which `make findings` makes the first
 chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits. The
@@ -25,8 +26,10 @@ import yaml
 
 from tokencredit import Callback, PPOConfig, PPOTrainer
 from tokencredit.settings.fields import flat
+from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.training import AuditConfig
 from tokencredit.tools.limit_run import limit
+from tokencredit.user_code.user_objects import source_digest
 
 DATA = Path(__file__).parent / "findings-data" / "worlds.json"
 AT = (5, 10, 20)
@@ -67,7 +70,8 @@ class Audits(Callback):
     def after_iteration(self, trainer: PPOTrainer, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         number = int(metrics["iteration"])
         self.clock.append(time.perf_counter() - self.began - self.apart)
-        if number not in AT or trainer.policy.critic is None:  # audit variants with a critic only
+        # Variants with a critic, and those of the user's own parts.
+        if number not in AT or (trainer.policy.critic is None and not own_parts(trainer.args)):
             return
         began = time.perf_counter()
         self.found[number] = replace(trainer.auditor, settings=AUDIT).audit(number).judge(trainer.processes)
@@ -78,7 +82,7 @@ def run(world: str, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train and audit one run; returns its figures."""
     audits = Audits()
     args = PPOConfig.from_dict(
-        world_settings(world) | BASE | VARIANTS[variant] | {"seed": seed, "run.dir": str(folder)}
+        world_settings(world) | BASE | settings_of(variant) | {"seed": seed, "run.dir": str(folder)}
     )
     trainer = PPOTrainer(args=args, callbacks=[audits])
     audits.began = time.perf_counter()
@@ -96,10 +100,22 @@ def world_settings(world: str) -> dict[str, Any]:
     return settings
 
 
+def settings_of(variant: str) -> dict[str, Any]:
+    """The settings of a variant by its name, or as `key=value`."""
+    if variant in VARIANTS:
+        return VARIANTS[variant]
+    pairs = [text.partition("=") for text in variant.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        sys.exit(f"--variants {variant}: give key=value, or one of {', '.join(VARIANTS)}")
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
 def study_settings(variant: str) -> dict[str, Any]:
     """The settings of a variant and of its audits, as stored with its runs."""
     audit = {"completions": AUDIT.completions, "states": AUDIT.states, "continuations": AUDIT.continuations}
-    return VARIANTS[variant] | {"iterations": BASE["run.iterations"], "audit": audit}
+    settings = settings_of(variant)
+    own = {key: source_digest(x) for key, x in own_parts(PPOConfig.from_dict(settings)).items()}
+    return settings | ({"sources": own} if own else {}) | {"iterations": BASE["run.iterations"], "audit": audit}
 
 
 def summary(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -122,7 +138,7 @@ def main() -> int:
     """Run the missing runs, each in a separate process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", nargs="+", default=["builtin"], help="builtin, or NAME=FOLDER of a world.")
-    parser.add_argument("--variants", nargs="+", default=["default", "learned critic"], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=["default", "learned critic"])
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3, 4, 5])
     parser.add_argument("--out", type=Path, default=DATA, help="The file to write.")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)

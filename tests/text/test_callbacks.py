@@ -6,6 +6,7 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from helpers.commands import imported
+from helpers.configs import text_config
 from helpers.proofs import proofs
 from helpers.runs import metrics
 from tokencredit import Callback, ConfigError, PPOConfig, PPOTrainer
@@ -136,6 +137,7 @@ def test_the_trainer_calls_each_method_in_turn(tmp_path):
         ("before_reward", []),
         ("after_reward", ["scores"]),
         ("before_update", []),
+        *[("after_minibatch", ["metrics"])] * 4,
         ("after_update", ["metrics"]),
         ("before_evaluation", []),
         ("after_evaluation", ["metrics"]),
@@ -209,3 +211,19 @@ def test_a_callback_method_of_another_signature_is_refused():
         ("before_update", None),
     ):
         check_callbacks([wrong(event, method)])
+
+
+@pytest.mark.parametrize(
+    ("event", "change", "name"),
+    [
+        ("after_rollout", lambda rollout: setattr(rollout, "values", rollout.values + 1), "rollout.values"),
+        ("after_rollout", lambda rollout: rollout.logprobs.mul_(2), "rollout.logprobs"),
+        ("after_reward", lambda scores: scores.totals.__setitem__(0, 9.0), "scores.totals"),
+        ("after_update", lambda metrics: metrics.update(policy_loss=0.0), "metrics.policy_loss"),
+    ],
+)
+def test_a_callback_that_changes_what_it_is_given_stops_the_run(event, change, name, tmp_path):
+    mine = type("Mine", (Callback,), {event: lambda self, trainer, **results: change(**results)})()
+    trainer = PPOTrainer(args=text_config(tmp_path / "run"), callbacks=[mine])
+    with pytest.raises(RunStopped, match=rf"{event} of the callback Mine changed {name}; it may add metrics"):
+        trainer.iteration(1)

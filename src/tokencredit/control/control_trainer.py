@@ -29,8 +29,9 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.experience import Experience, critic_metrics
 from tokencredit.learn.learner import Learner
-from tokencredit.learn.objective import CriticOutputs, Objective, Passes, PolicyLoss, PolicyOutputs
+from tokencredit.learn.objective import CriticOutputs, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.own_loss import objective_of
 from tokencredit.learn.rng import isolated, random_state, set_random_state, set_torch_state, torch_state
 from tokencredit.learn.state import nbytes
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
@@ -42,7 +43,7 @@ from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import AgentConfig, ControlConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.run_kind import CONTROL, own_parts
-from tokencredit.user_code.parts import load_estimator, load_part
+from tokencredit.user_code.parts import load_estimator, load_loss, load_part
 
 EPISODES = 100
 """Number of recent training episodes averaged in train/average_return."""
@@ -59,7 +60,7 @@ class ControlTrainer:
         """Make environments, agent and optimizer; raises `ConfigError` for what cannot be used."""
         self.args = args = require_config(args, ControlConfig)
         self.advantage = load_estimator(args.advantage, AGENT_INPUTS)
-        loaded = replace(args, advantage=self.advantage)
+        loaded = replace(args, advantage=self.advantage, ppo=load_loss(args.ppo))
         processes = Processes(args.run.timeout)
         several = processes if processes.count > 1 else None
         if several:
@@ -79,7 +80,7 @@ class ControlTrainer:
                 check_videos(args)
             self.player = Player(args, self.agent, self.envs, self.record.signals.overdue)
             self.auditor = AgentAuditor(loaded, self.agent, self.envs)
-            self.learner = build_learner(args, self.agent, processes)
+            self.learner = build_learner(loaded, self.agent, processes)
             self.collector = Collector(self.envs, self.agent, args.seed, several)
             self.rng = torch_state()
         self.reduce = several.sum if several else None
@@ -289,7 +290,7 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
         agent,
         build_agent_optimizer(args, agent),
         AgentPasses(agent, entropy=args.ppo.entropy_coef > 0),
-        Objective(**args.ppo.objective(args.critic), horizon=1),
+        objective_of(args.ppo.loss, args.ppo.kwargs, args.ppo.objective(args.critic) | {"horizon": 1}),
         UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim) | one_step),
         schedule(**args.optim.rates(args.run.iterations)),
         torch.Generator().manual_seed(args.seed + 1),

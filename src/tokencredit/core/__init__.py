@@ -32,7 +32,7 @@ _NAMES = {
     "argument_checks": "empty_rows refuse_foreign require_acted require_choice require_finite require_flags "
     "require_fraction require_not_negative require_positive require_rows require_shape require_tensors",
     "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
-    "estimator_table": "ESTIMATORS Estimator parameters_of",
+    "estimator_table": "ESTIMATORS Estimator named parameters_of",
     "estimators": "estimate",
     "kl_limit": "Attainable attainable",
     "logprobs": "token_kl token_logprobs token_loss token_stats truncated_logprobs",

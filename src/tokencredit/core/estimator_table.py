@@ -58,6 +58,11 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
     return {name: parameter for name, parameter in parameters.items() if name not in fixed}
 
 
+def named(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function's signature names of what is known."""
+    return {name: known[name] for name in parameters_of(function) if name in known}
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator("required", ("gamma", "lam")),
     "td": Estimator("required", ("gamma",)),

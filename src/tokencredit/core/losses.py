@@ -276,6 +276,8 @@ class RatioStats:
 
     sums: Tensor
     extremes: Tensor
+    clips: bool = True
+    """False for a loss that clips no token."""
 
     def metrics(self) -> dict[str, float]:
         """Per token: clip_fraction, approx_kl_k1 and approx_kl_k3 (old policy ‖ new, nats), ratio_mean, _max and _min.
@@ -285,8 +287,7 @@ class RatioStats:
         """
         numbers = torch.cat([self.sums, self.extremes]).tolist()
         tokens, clipped, k1_sum, k3_sum, ratio_sum, ratio_max, negative_min = numbers
-        return {
-            "clip_fraction": clipped / tokens,
+        return ({"clip_fraction": clipped / tokens} if self.clips else {}) | {
             "approx_kl_k1": k1_sum / tokens,
             "approx_kl_k3": k3_sum / tokens,
             "ratio_mean": ratio_sum / tokens,
@@ -301,7 +302,7 @@ def ratio_stats(
     old_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
-    clip: Clip = 0.2,
+    clip: Clip | None = 0.2,
     clipped: Tensor | None = None,
 ) -> RatioStats:
     """Statistics of r = π / π_old over the acted tokens, see `RatioStats`.
@@ -310,7 +311,7 @@ def ratio_stats(
     in `clipped_surrogate`.
     """
     require_tensors(logprobs=logprobs, mask=mask, clipped=clipped)
-    low, high = clip_range(clip)
+    low, high = (0.0, torch.inf) if clip is None else clip_range(clip)
     if mask is None:
         mask = torch.ones_like(logprobs, dtype=torch.bool)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask).double()  # e³⁰⁰ is finite
@@ -323,7 +324,7 @@ def ratio_stats(
     sums = torch.stack([x.sum(dtype=torch.float64) for x in (mask, clipped & mask, *kl, zero_outside(ratio, mask))])
     below = torch.full_like(ratio, -torch.inf)
     extremes = torch.stack([torch.where(mask, ratio, below).max(), torch.where(mask, -ratio, below).max()])
-    return RatioStats(sums, extremes)
+    return RatioStats(sums, extremes, clip is not None)
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None) -> Tensor:

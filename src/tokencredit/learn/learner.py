@@ -72,7 +72,13 @@ class Learner:
         set_rates(self.optimizer, self.schedule(iteration - 1))
         return {group.get("metric", "lr"): group["lr"] for group in self.optimizer.param_groups}
 
-    def update(self, experience: Experience, *, on_step: OnStep = raise_non_finite) -> dict[str, float]:
+    def update(
+        self,
+        experience: Experience,
+        *,
+        on_step: OnStep = raise_non_finite,
+        each: Callable[[dict[str, float]], None] | None = None,
+    ) -> dict[str, float]:
         """Take `epochs` × `minibatches` optimizer steps on one rollout, then the critic-only steps.
 
         Schulman et al. 2017 (arXiv 1707.06347), algorithm 1.
@@ -80,6 +86,7 @@ class Learner:
         Args:
             experience: this process's share of one rollout with its credit.
             on_step: called after each minibatch, and may raise. A step with a non-finite loss or gradient is skipped.
+            each: called after each joint step with the metrics of its minibatch, numbered from 1 by `minibatch`.
 
         Returns:
             `loss`, its parts and `grad_norm` as means over minibatches with acted tokens, the ratio metrics over all
@@ -112,18 +119,21 @@ class Learner:
                 records.append(record)
                 # The update ends before the step of a policy that is already too far away; NaN counts as too far.
                 if settings.target_kl is not None:
-                    kl = ratios(record, self.objective.clip, self.processes).metrics()["approx_kl_k3"]
+                    kl = ratios(record, self.objective.metric_clip, self.processes).metrics()["approx_kl_k3"]
                     if not kl <= settings.target_kl:
                         break
                 self.optimizer.step()
                 grad_norms.append(grad_norm)
                 on_step(whitened, None)
+                if each is not None:
+                    own = update_metrics([record], self.objective.metric_clip, self.processes)
+                    each({"minibatch": len(grad_norms)} | own | {"grad_norm": grad_norm})
             critic, bad_critic_steps = self.critic_steps(experience, self.objective, settings.critic_epochs, on_step)
         drop_gradients(self.parameters)  # sampling needs the memory
         steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
             return steps
-        metrics = update_metrics(records, self.objective.clip, self.processes)
+        metrics = update_metrics(records, self.objective.metric_clip, self.processes)
         return metrics | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
 
     def pretrain_critic(self, experience: Experience, *, on_step: OnStep = raise_non_finite) -> dict[str, float]:

@@ -140,7 +140,7 @@ class Objective:
     σ is what whitening divided the advantages by, so that β is a price in units of the reward.
 
     A different policy loss overrides `surrogate` and `clipped`; with `additive` false it receives all tokens of the
-    rows in one call.
+    rows in one call. `surrogate` may return metrics besides the losses, one number per token and name.
     """
 
     clip: Clip = 0.2
@@ -161,6 +161,11 @@ class Objective:
     """The proximal policy as a function of the present one; None for that of `Experience.logprobs`."""
 
     additive = True
+
+    @property
+    def metric_clip(self) -> Clip | None:
+        """The range outside which a token counts in the metric `clip_fraction`; None for no such metric."""
+        return self.clip
 
     def count(self, mask: Tensor, value_mask: Tensor | None = None) -> Tensor:
         """This process's contribution to the divisors of the token weights; sum it over processes.
@@ -188,17 +193,18 @@ class Objective:
             kl, distance = kl_estimate(self.kl_estimator, now.logprobs, reference), (now.logprobs - reference).abs()
         if kl is not None and distance is not None:
             kl = kl.masked_fill(distance < KL_ROUNDING, 0.0)
-        surrogate = self.surrogate(now.logprobs, rows, at)
+        result = self.surrogate(now.logprobs, rows, at)
+        surrogate, metrics = result if isinstance(result, tuple) else (result, {})
         if rows.weights is not None:
             surrogate = surrogate * rows.weights.flatten()[at]
         parts = {"policy_loss": surrogate, "entropy_in_update": now.entropy, "kl_in_update": kl}
-        return {name: losses for name, losses in parts.items() if losses is not None}
+        return metrics | {name: losses for name, losses in parts.items() if losses is not None}
 
     def around_proximal(self, logprobs: Tensor, rows: Experience) -> Experience:
         """The rows with log-probs and weights of the proximal policy of a pass with these log-probs."""
         return rows if self.interpolation is None else self.interpolation.around_proximal(logprobs, rows)
 
-    def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor:
+    def surrogate(self, logprobs: Tensor, rows: Experience, at: Tensor) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """The policy loss at acted tokens, from their log-probs; `rows` and `at` as in `token_losses`."""
         old_logprobs, advantages = rows.logprobs.flatten()[at], rows.advantages.flatten()[at]
         return clipped_surrogate(logprobs, old_logprobs, advantages, clip=self.clip, dual_clip=self.dual_clip)

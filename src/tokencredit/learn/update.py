@@ -78,7 +78,9 @@ class StepRecord(NamedTuple):
     """Statistics of weights, and of π / μ for the policy of the pass; None without `Experience.behavior_logprobs`."""
 
 
-def update_metrics(records: Sequence[Sequence[StepRecord]], clip: Clip, processes: Processes) -> dict[str, float]:
+def update_metrics(
+    records: Sequence[Sequence[StepRecord]], clip: Clip | None, processes: Processes
+) -> dict[str, float]:
     """Mean loss and terms over minibatches, and metrics of ratios and weights over all tokens, of all processes.
 
     `first_ratio_error` is the largest deviation of the ratio from 1 in the first minibatch, e^|log r| − 1. Beyond
@@ -101,11 +103,11 @@ def update_metrics(records: Sequence[Sequence[StepRecord]], clip: Clip, processe
     return metrics
 
 
-def ratios(record: Sequence[StepRecord], clip: Clip, processes: Processes) -> RatioStats:
+def ratios(record: Sequence[StepRecord], clip: Clip | None, processes: Processes) -> RatioStats:
     """Ratio statistics of micro-batches, over all processes."""
     logprobs, old_logprobs, mask = (
         torch.cat([getattr(micro, name) for micro in record]) for name in ("logprobs", "old_logprobs", "mask")
     )
     parts = [micro.clipped for micro in record if micro.clipped is not None]
     stats = ratio_stats(logprobs, old_logprobs, mask, clip=clip, clipped=torch.cat(parts) if parts else None)
-    return RatioStats(processes.sum(stats.sums), processes.max(stats.extremes))
+    return RatioStats(processes.sum(stats.sums), processes.max(stats.extremes), stats.clips)

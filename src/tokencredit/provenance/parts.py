@@ -43,15 +43,15 @@ def describe(value: Any) -> Part:
     return {"name": value, "digest": _sha(value)} if isinstance(value, str) else _Describer().part(value)
 
 
-def label(part: Part) -> str:
+def label(part: Part, *, digest: bool = True) -> str:
     """A part in a line, such as `score(sign=-1) (rewards.py, 1a2b3c4d)` or `128 rows of prompt, label (5e6f7a8b)`."""
-    digest = part["digest"][:8]
+    short = [part["digest"][:8]] if digest else []
     if "rows" in part:
-        return f"{part['rows']:,} row{'s' * (part['rows'] != 1)} of {', '.join(part['columns'])} ({digest})"
+        return f"{part['rows']:,} row{'s' * (part['rows'] != 1)} of {', '.join(part['columns'])} ({part['digest'][:8]})"
     arguments = [f"{name}={_short(value)}" for name, value in part.get("arguments", {}).items()]
     shown = ", ".join([*arguments[:SHOWN], *["…"] * (len(arguments) > SHOWN)])
-    file = f"{Path(part['file']).name}, " if "file" in part else ""
-    return f"{part['name']}{f'({shown})' * bool(shown)} ({file}{digest})"
+    inside = ", ".join([*([Path(part["file"]).name] if "file" in part else []), *short])
+    return f"{part['name']}{f'({shown})' * bool(shown)}{f' ({inside})' * bool(inside)}"
 
 
 def rows_digest(rows: Any) -> str:

@@ -259,7 +259,7 @@ def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
         config: a whole configuration.
         rows: the arguments of `ROWS` that are given, or may be.
     """
-    settings, declared = flat(plain(config)), settings_of(config.__class__)
+    settings, declared = flat(plain(config, named=False)), settings_of(config.__class__)
     for key, why in unused(config.__class__, settings, rows).items():
         if settings[key] not in (declared[key].own, declared[key].default):
             raise ConfigError(f"{key} is {quoted(settings[key])}, which has no effect {why}; leave it out")

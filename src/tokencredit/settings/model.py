@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tokencredit.settings.fields import Group, setting
+from tokencredit.settings.parts import Part
 
-EXISTS = "kind: not none"
+EXISTS = "kind: not none, own"
 LEARNS = (EXISTS, "coef or epochs")
-"""Conditions of critic settings: there is a critic, and it learns."""
+"""Conditions of critic settings: there is a critic of ours, and it learns."""
+
+READS_PREFIXES = f"{EXISTS} or kind: own or advantage.estimator: own"
+"""The condition that something may read the scores of prefixes."""
 
 
 @dataclass
@@ -77,18 +81,28 @@ class CriticTraining(Group):
     """Extra passes over each batch for the critic's own parameters, after the policy update, in minibatches of the same
     size. They minimize the value loss alone, with `clip` and without `coef`."""
 
+    @property
+    def ours(self) -> bool:
+        """True for a critic that the update trains."""
+        return self.kind in ("shared", "separate")
+
 
 @dataclass
 class CriticConfig(CriticTraining):
     """The critic: its model and how it learns."""
 
+    kind: Literal["shared", "separate", "none"] | Part = "shared"
+    """Critic: a value head on the policy's trunk (shared), a model of its own (separate), none, or one of your own
+    (docs/your-own.md)."""
+    kwargs: dict[str, Any] = setting(dict, needs="kind: own")
+    """Keyword arguments of a critic of your own."""
     loss: Literal["mse", "histogram"] = setting("mse", needs=LEARNS)
     """Value loss. mse: half the squared error; values and returns are divided by the returns' running deviation where
     that is above 1. histogram: cross-entropy against a Gaussian-smoothed histogram of returns with 51 bins (HL-Gauss).
     Its mean is the value. The bins span all returns so far, so that one extreme return widens them for good; see
     score.clip."""
     clip: float | None = setting(0.2, needs=(EXISTS, "loss: mse"), above=0)
-    prefix_every: int | Literal["auto"] = setting("auto", needs=f"{EXISTS} or advantage.estimator: own", at_least=0)
+    prefix_every: int | Literal["auto"] = setting("auto", needs=READS_PREFIXES, at_least=0)
     """Tokens between the prefixes of a completion that are scored, by classifiers, reward models and terms with
     `prefix: true`; 0 for none. The values are then a fit of the returns to these scores, to which the critic adds what
     it learns of the rest (docs/algorithms.md). auto: as many as cost a quarter of the policy's own passes, and none

@@ -8,6 +8,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from tokencredit.provenance.parts import describe, label
+
 OWN = "own"
 """The value of a condition (`setting(needs=…)`) that holds for every part of a user."""
 PYTHON = "python:"
@@ -21,17 +23,20 @@ def is_own(value: Any) -> bool:
     return ":" in value if isinstance(value, str) else not isinstance(value, int | float | list | dict | None)
 
 
-def plain(value: Any) -> Any:
-    """Settings as dicts, lists and plain values, objects from Python by their names: what a run writes down."""
+def plain(value: Any, *, named: bool = True) -> Any:
+    """Settings as dicts, lists and plain values, objects from Python by their names: what a run writes down.
+
+    If not `named`, all objects have one name, which is quick.
+    """
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: plain(inner, named=named) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [plain(inner, named=named) for inner in value]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if is_dataclass(value) and not isinstance(value, type) and type(value).__module__.startswith(__package__):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
-    return PYTHON + name_of(value)
+        return {item.name: plain(getattr(value, item.name), named=named) for item in fields(value)}
+    return PYTHON + (name_of(value, digest=True) if named else "")
 
 
 def label_of(part: Any) -> str:
@@ -42,16 +47,6 @@ def label_of(part: Any) -> str:
     return part.removeprefix(PYTHON) if part.startswith(PYTHON) else f"{name} ({Path(location).name})"
 
 
-def name_of(part: Any) -> str:
-    """The name of a function, class or object, with the arguments of a `partial` and its file."""
-    whole = inspect.unwrap(part) if callable(part) else part
-    fixed, inner = getattr(whole, "keywords", None), inspect.unwrap(getattr(whole, "func", whole))
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    if fixed:
-        name += f"({', '.join(f'{key}={value!r:.40}' for key, value in fixed.items())})"
-    try:
-        known = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
-        source = Path(inspect.getfile(known)).name
-    except TypeError:
-        source = ""
-    return f"{name} ({source})" if source.endswith(".py") else name
+def name_of(part: Any, *, digest: bool = False) -> str:
+    """The name of a function, class or object with its arguments and its file, and on request its digest."""
+    return label(describe(inspect.unwrap(part) if callable(part) else part), digest=digest)

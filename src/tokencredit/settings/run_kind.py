@@ -22,7 +22,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, ShardingConfig
 
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig | OfflineSettings)
-PARTS = ("advantage.estimator",)
+PARTS = ("advantage.estimator", "ppo.loss", "critic.kind")
 """Settings that take a part of a user."""
 TRAINERS = {PPOConfig: "PPOTrainer", ControlConfig: "ControlTrainer"}
 MODEL_FILES = ("config.json", "adapter_config.json")

@@ -9,6 +9,7 @@ from tokencredit.core.estimator_table import ESTIMATORS, SETTINGS, Estimator, Es
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import SEVERAL
 from tokencredit.settings.fields import Group, at_home, setting
+from tokencredit.settings.loss_table import LossName, of_loss
 from tokencredit.settings.model import CriticTraining
 from tokencredit.settings.parts import OWN, Part, is_own, plain
 
@@ -61,17 +62,19 @@ class AdvantageSettings(Group):
 
     def check_critic(self, critic: CriticTraining) -> None:
         """Raise `ConfigError` for a critic that the estimator lacks or does not use, or a setting that it ignores."""
-        needs, reason, name = self.reads(), "", plain(self.estimator)
+        needs, reason, own = self.reads(), "", is_own(self.estimator)
         if critic.kind == "none" and needs.critic == "required":
             known = get_args(get_type_hints(type(self))["estimator"])[0]
             free = ", ".join(name for name in get_args(known) if ESTIMATORS[name].critic != "required")
             reason = f"which needs a critic; set critic.kind, or take one of {free}"
-        if critic.kind != "none" and needs.critic == "unused" and not is_own(name):
+        if critic.kind != "none" and needs.critic == "unused" and not own:
             reason = "which uses no critic; set critic.kind: none"
         if reason:
-            raise ConfigError(f"critic.kind is {critic.kind}, and advantage.estimator is {name}, {reason}")
-        for key, value in self.options().items() if is_own(name) else ():
+            name = plain(self.estimator)
+            raise ConfigError(f"critic.kind is {plain(critic.kind)}, and advantage.estimator is {name}, {reason}")
+        for key, value in self.options().items() if own else ():
             if key not in needs.settings and value != getattr(type(self)(), key):
+                name = plain(self.estimator)
                 reason = f"which advantage.estimator {name} does not read; let it take {key}, or leave it out"
                 raise ConfigError(f"advantage.{key} is {quoted(value)}, {reason}")
 
@@ -91,7 +94,7 @@ class AdvantageConfig(AdvantageSettings):
     unit: Literal["token", "turn"] = setting("token", needs=(SEVERAL, f"estimator: {', '.join(STEPWISE)}"))
     """Steps of an episode of several turns: each token, or each turn as a whole, with one value at its start and one
     advantage for all its tokens. gamma and lam then count turns."""
-    bootstrap: bool = setting(False, needs="critic.kind: not none")
+    bootstrap: bool = setting(False, needs="critic.kind: not none, own")
     """Bootstrap from the critic where a completion was truncated; false treats the truncation as its end. True needs
     rewards per token: with one score per text, that score and the critic's value would both be paid."""
 
@@ -104,6 +107,10 @@ MANY_STEPS = "algorithm: not policy_gradient"
 class PPOSettings(Group):
     """Settings of the PPO update shared by language models and agents."""
 
+    loss: Literal["clip"] | Part = "clip"
+    """Policy loss: PPO's, or one of your own (docs/your-own.md)."""
+    kwargs: dict[str, Any] = setting(dict, needs="loss: own")
+    """Keyword arguments of a loss of your own."""
     epochs: int = setting(4, needs=MANY_STEPS, at_least=1)
     """Passes over each batch."""
     minibatches: int = setting(4, needs=MANY_STEPS, at_least=1)
@@ -150,18 +157,16 @@ class PPOSettings(Group):
 class UpdateConfig(PPOSettings):
     """The PPO update."""
 
-    clip: float = setting(
-        0.2, needs=("loss: clip, gspo, cispo, sao", "loss: not cispo or not clip_high"), above=0, below=1
-    )
+    clip: float = setting(0.2, needs=(of_loss("clip"), "loss: not cispo or not clip_high"), above=0, below=1)
     """Clip range of the ratio to the sampling policy: [1 − clip, 1 + clip]. gspo needs a far smaller one, such as
     3e-4; cispo has only the upper side."""
-    clip_high: float | None = setting(None, needs="loss: clip, gspo, cispo, sao", above=0)
-    dual_clip: float | None = setting(None, needs="loss: clip", above=1)
-    loss: Literal["clip", "gspo", "cispo", "sao", "dppo_tv", "dppo_kl"] = "clip"
+    clip_high: float | None = setting(None, needs=of_loss("clip_high"), above=0)
+    dual_clip: float | None = setting(None, needs=of_loss("dual_clip"), above=1)
+    loss: LossName | Part = "clip"
     """Policy loss. clip is PPO's, which clips the ratio of a token; gspo clips the mean ratio of a completion; cispo
     weighs the policy gradient by the ratio up to a bound; sao masks tokens whose ratio is outside the range; dppo_tv
-    and dppo_kl mask tokens whose probability has changed too far."""
-    divergence_limit: float | None = setting(None, needs="loss: dppo_tv, dppo_kl", above=0)
+    and dppo_kl mask tokens whose probability has changed too far; docs/your-own.md says how to write one."""
+    divergence_limit: float | None = setting(None, needs=of_loss("divergence_limit"), above=0)
     """Largest change of a token's probability (dppo_tv), or KL of that change in nats (dppo_kl), before the token is
     masked; null for 0.15 and 0.05."""
     reduction: Literal["token", "sequence", "constant"] = "token"
@@ -175,9 +180,6 @@ class UpdateConfig(PPOSettings):
         """Arguments of `learn.objective.Objective`."""
         return super().objective(critic) | {"reduction": self.reduction}
 
-
-DIVERGENCE_LIMITS = {"dppo_tv": 0.15, "dppo_kl": 0.05}
-"""Defaults of `ppo.divergence_limit`: those of verl's example of DPPO."""
 
 ADAPTED = (1e-5, 10.0)
 """Range of an adapted `kl.coef`."""

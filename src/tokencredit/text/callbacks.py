@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 
 if TYPE_CHECKING:  # callbacks are checked before anything heavy is imported
     from tokencredit.text.data.rollout import Rollout
@@ -20,9 +21,10 @@ class Callback:
     """Base class of callbacks: override any of the methods, and pass an instance in `PPOTrainer(callbacks=[…])`.
 
     An iteration runs the stages rollout, reference, reward and update, then evaluation and audit if they are due. Every
-    process calls its own callbacks, with its `PPOTrainer`; `trainer.processes.main` is true in one of them. An
-    exception ends the run, once what was trained is saved. The `after_` method of a failed stage is not called; a batch
-    that is not finite skips all stages up to the update.
+    process calls its own callbacks, with its `PPOTrainer`; `trainer.processes.main` is true in one of them. Numbers may
+    be added to `metrics`, and keys to the records of `samples`; another change to the arguments ends the run, as does
+    an exception, once what was trained is saved. The `after_` method of a failed stage is not called; a batch that is
+    not finite skips all stages up to the update.
     """
 
     def before_iteration(self, trainer: Any) -> None:
@@ -58,6 +60,12 @@ class Callback:
     def before_update(self, trainer: Any) -> None:
         """Called before the weights change."""
 
+    def after_minibatch(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Called after each step of the optimizer with the metrics of its minibatch, numbered by `minibatch`.
+
+        Among them are those of a loss of your own. They are written nowhere.
+        """
+
     def after_update(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Called with the update's metrics: losses, ratio, clip fractions, gradient norm."""
 
@@ -72,6 +80,33 @@ class Callback:
 
     def after_audit(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Called with the audit's metrics, before audit.json is written."""
+
+
+def contents(value: Any, name: str = "") -> dict[str, Any]:
+    """What a callback is given, by name: it may add metrics, and change nothing.
+
+    A tensor is known by its version, or one of inference mode, which has none, by its numbers.
+    """
+    parts = value if isinstance(value, Mapping) else value._asdict() if hasattr(value, "_asdict") else None
+    parts = vars(value) if parts is None and is_dataclass(value) else parts
+    if parts is not None:
+        inner = [contents(x, f"{name}.{key}" if name else str(key)) for key, x in parts.items()]
+        return {key: x for found in inner for key, x in found.items()}
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):  # samples, which may get further keys
+        return {key: x for row, part in enumerate(value) for key, x in contents(part, f"{name}[{row}]").items()}
+    if not hasattr(value, "is_inference"):
+        return {name: repr(value)}
+    return {name: (id(value), str(value.tolist()) if value.is_inference() else value._version)}
+
+
+def refuse_changes(before: Mapping[str, Any], after: Mapping[str, Any], event: str, name: str) -> None:
+    """Raise `RunStopped` if a callback changed something that it was given."""
+    for key in before:
+        if after.get(key) != before[key]:
+            cure = "; a critic of your own is critic.kind (docs/your-own.md)" * key.endswith("values")
+            raise RunStopped(
+                f"{event} of the callback {name} changed {key}; it may add metrics, and change nothing{cure}"
+            )
 
 
 EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_"))

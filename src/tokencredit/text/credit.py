@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.episodes import EpisodeBounds
+from tokencredit.core.estimator_table import INPUTS, named
 from tokencredit.core.estimators import estimate
 from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten, whiten_with_divisor
 from tokencredit.core.off_policy import correction
@@ -18,12 +19,13 @@ from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
-from tokencredit.settings.parts import is_own
+from tokencredit.settings.parts import is_own, name_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.prefixes import PrefixFit
 from tokencredit.text.data.rollout import Rollout
+from tokencredit.user_code.parts import OwnCritic
 
 NOISE = math.sqrt(VARIANCE_GUARD)
 """Standard deviation of scores up to which their differences count as noise."""
@@ -56,9 +58,12 @@ class Credit:
         self.baseline = RunningMoments()
         self.explained = RunningMoments(EXPLAINED_DECAY)
         self.prefixes = PrefixFit(args.rollout.max_new_tokens)
+        self.own = args.critic.kind if isinstance(args.critic.kind, OwnCritic) else None
 
-    def give(self, scored: Batch) -> tuple[Batch, Experience]:
+    def give(self, scored: Batch, *, fit: bool = True) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
+
+        A critic of the user's is then fitted to the returns, unless `fit` is false.
 
         A truncated completion counts as terminal: it gets its full score, and the value of the state after it is 0.
         Bootstrapping from the critic as well would count the score twice, and since the critic learns from that sum,
@@ -81,6 +86,9 @@ class Credit:
         # depend on what it is subtracted from.
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
         rewards = score_rewards + kl_rewards
+        if self.own is not None and fit:
+            known = self._inputs(scored) | {"rewards": rewards, "returns": returns, "values": rollout.values}
+            self.own.fit(**named(self.own.fit, known))
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
         batch = replace(
@@ -112,7 +120,9 @@ class Credit:
 
     def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
         """Add the values fitted to the scores of prefixes to those of the critic; this batch joins the fit."""
-        if scored.prefixes is None or self.args.critic.kind == "none":
+        if self.own is not None:
+            return replace(scored, rollout=replace(scored.rollout, values=self._own_values(scored)))
+        if scored.prefixes is None or not self.args.critic.ours:
             return scored
         rollout, options = scored.rollout, {"gamma": self.args.advantage.gamma}
         returns, _ = estimate("reward_to_go", rewards, options=options, **self._where(scored))
@@ -232,17 +242,38 @@ class Credit:
             kl_advantages, kl_returns = estimate(args.estimator, kl_rewards, options=options, mask=rollout.mask)
             return advantages + kl_advantages, returns + kl_returns
         rewards, where = score_rewards + kl_rewards, self._where(scored, every=is_own(args.estimator))
-        inputs = {
+        known: dict[str, Any] = {
+            "options": options,
+            "inputs": {name: x for name, x in self._inputs(scored).items() if name in INPUTS},
+            **where,
+        }
+        if (turns := self._turns(rollout)) is not None:
+            return estimate_by_turn(args.estimator, rewards, rollout.values, turns=turns, **known)
+        return estimate(args.estimator, rewards, rollout.values, **known)
+
+    def _inputs(self, scored: Batch) -> dict[str, Any]:
+        """What estimators and critics of the user's may name, of what is known."""
+        rollout = scored.rollout
+        return {
             "logprobs": rollout.logprobs,
             "entropy": rollout.entropy,
             "ref_logprobs": scored.reference.logprobs,
             "token_ids": rollout.response_ids,
             "prefix_scores": scored.prefixes,
+            "mask": rollout.mask,
+            "gamma": self.args.advantage.gamma,
         }
-        known: dict[str, Any] = {"options": options, "inputs": inputs, **where}
-        if (turns := self._turns(rollout)) is not None:
-            return estimate_by_turn(args.estimator, rewards, rollout.values, turns=turns, **known)
-        return estimate(args.estimator, rewards, rollout.values, **known)
+
+    def _own_values(self, scored: Batch) -> Tensor:
+        """Values by a critic of the user's, 0 outside the mask."""
+        assert self.own is not None
+        mask = scored.rollout.mask
+        values: Any = self.own.values(**named(self.own.values, self._inputs(scored)))
+        if not isinstance(values, Tensor) or values.shape != mask.shape or not values[mask].isfinite().all():
+            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+            what = f"a finite number per token, a tensor of shape {tuple(mask.shape)}"
+            raise RunStopped(f"values of critic.kind {name_of(self.own.part)} is of {found:.80}; it must be {what}")
+        return values.detach().float().masked_fill(~mask, 0.0)
 
     def _where(self, scored: Batch, *, every: bool = False) -> EpisodeBounds:
         """The mask and, if there is one, the bootstrap of truncated completions; `every` bound for an own estimator.
@@ -308,12 +339,14 @@ class Credit:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The KL controller's state, the running moments and the fit to prefixes."""
         parts = ("kl", "scores", "baseline", "explained", "prefixes")
-        return {name: getattr(self, name).state_dict() for name in parts}
+        own = {} if self.own is None else {"own": self.own.part.state_dict()}
+        return {name: getattr(self, name).state_dict() for name in parts} | own
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Restore the state of `state_dict`; parts without a state stay."""
         for name, part in state.items():
-            getattr(self, name).load_state_dict(part)
+            target = getattr(self, name)
+            (target.part if name == "own" else target).load_state_dict(part)
 
     def normalize(self, scores: Tensor) -> Tensor:
         """Normalise scores by `score.normalize`; running moments include this batch."""

@@ -25,6 +25,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.batch import Batch
+from tokencredit.text.callbacks import Callback, contents, refuse_changes
 from tokencredit.text.data.prefixes import prefix_scores, scoring
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
@@ -358,11 +359,17 @@ class Stages:
         named = {f"seconds/{stage}": spent for stage, spent in stages.items()}
         return {"seconds": seconds} | named | {"tokens_per_second": tokens / seconds}
 
+    def caller(self, event: str) -> Callable[[dict[str, float]], None] | None:
+        """Calls the callbacks that have this method with metrics; None if none has."""
+        called = any(getattr(type(x), event, None) not in (None, getattr(Callback, event)) for x in self.callbacks)
+        return (lambda metrics: self._call(event, metrics=metrics)) if called else None
+
     def _call(self, event: str, **results: Any) -> None:
         for callback in self.callbacks:
             method = getattr(callback, event, None)
             if method is None:
                 continue
+            before = contents(results)
             try:
                 with restored():
                     method(self.trainer, **results)
@@ -370,6 +377,7 @@ class Stages:
                 if isinstance(error, RunStopped | ConfigError) or connection_lost(error) or out_of_memory(error):
                     raise
                 raise RunStopped(f"{event} of the callback {type(callback).__name__} {described(error)}") from error
+            refuse_changes(before, contents(results), event, type(callback).__name__)
 
 
 def count_step(

@@ -16,14 +16,12 @@ from tokencredit.learn.objective import (
     Passes,
     PolicyLoss,
     PolicyOutputs,
-    SequenceObjective,
-    WeightedObjective,
 )
 from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices, schedule
+from tokencredit.learn.own_loss import objective_of
 from tokencredit.learn.state import trainable
 from tokencredit.learn.update import UpdateSettings
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import DIVERGENCE_LIMITS
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import Models
@@ -95,7 +93,7 @@ def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
 
 def build_objective(args: PPOConfig) -> Objective:
     """Build the objective of a run's updates; the trainer sets its KL coefficient before each."""
-    kl, loss, off_policy = args.kl, args.ppo.loss, args.off_policy
+    kl, off_policy = args.kl, args.off_policy
     interpolation = Interpolation(off_policy.correct, *off_policy.bounds)
     options: dict[str, Any] = {
         **args.ppo.objective(args.critic),
@@ -104,14 +102,7 @@ def build_objective(args: PPOConfig) -> Objective:
         "value_horizon": args.env.max_turns if args.advantage.unit == "turn" else None,
         "interpolation": interpolation if off_policy.proximal == "interpolated" else None,
     }
-    if loss == "clip":
-        return Objective(**options)
-    if loss == "gspo":
-        return SequenceObjective(**options)
-    if loss in ("cispo", "sao"):
-        return WeightedObjective(**options, outside="clip" if loss == "cispo" else "mask")
-    limit = args.ppo.divergence_limit or DIVERGENCE_LIMITS[loss]
-    return WeightedObjective(**options, divergence=loss.removeprefix("dppo_"), divergence_limit=limit)
+    return objective_of(args.ppo.loss, args.ppo.kwargs, options, args.ppo.divergence_limit)
 
 
 def build_update(args: PPOConfig) -> UpdateSettings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tokencredit.core.estimator_table import INPUTS
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.learn.state import trainable
@@ -21,6 +19,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count, shortened
 from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
 from tokencredit.settings.fields import refuse_unused
+from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.datasets import from_python
@@ -37,7 +36,7 @@ from tokencredit.text.rewards.terms import as_terms, build_terms
 from tokencredit.text.rewards.texts import last_message
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import EpisodePlayer, Framings
-from tokencredit.user_code.parts import load_estimator
+from tokencredit.user_code.parts import read_by_parts
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -107,20 +106,16 @@ def check_batch_size(args: PPOConfig, processes: int) -> None:
         )
     if args.eval.every:
         check_evaluation_size(args, processes)
+    if is_own(args.critic.kind) and processes > 1:
+        raise ConfigError(
+            f"critic.kind {label_of(args.critic.kind)} is fitted in one process, and there are {processes}"
+        )
 
 
 def check_evaluation_size(args: PPOConfig, processes: int) -> None:
     """Raise `ConfigError` unless each process has a prompt to evaluate."""
     if args.eval.samples < processes:
         raise ConfigError(f"eval.samples is {args.eval.samples}; it must be at least {processes}, one per process")
-
-
-def load_parts(args: PPOConfig) -> PPOConfig:
-    """The configuration with a user's parts in place of their names; raises `ConfigError` for one that cannot work."""
-    absent = ["ref_logprobs"] * (args.kl.coef == 0)
-    absent += ["token_ids", "prefix_scores"] * (args.advantage.unit == "turn")
-    inputs = [name for name in (*INPUTS, "group_size", "baseline") if name not in absent]
-    return replace(args, advantage=load_estimator(args.advantage, inputs))
 
 
 def environments_of(
@@ -284,7 +279,7 @@ def build_pipeline(
         args.ppo.micro_batch_tokens,
         None if environments is None else build_player(args, engine, environments),
         prefix_every,
-        "entropy" in args.advantage.reads().inputs,
+        "entropy" in read_by_parts(args),
     )
 
 
@@ -349,7 +344,7 @@ def overview(
     terms = [(x.weight, source(x)) for x in args.reward] if by_source else [(x.weight, x.name) for x in pipeline.terms]
     for weight, term in terms:
         yield "reward", term if weight == 1 else f"{weight:g} × {term}"
-    if (every := pipeline.prefix_every) and args.critic.kind != "none":
+    if (every := pipeline.prefix_every) and args.critic.ours:
         each = "each prefix" if every == 1 else f"one prefix in {every}"
         yield "values", f"returns fitted to the reward's score of {each}, and the critic for the rest"
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""

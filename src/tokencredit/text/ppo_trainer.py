@@ -57,6 +57,7 @@ from tokencredit.text.rollout_passes import rollout_logprobs
 from tokencredit.text.run_parts import parts_of, with_labels
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import episode_events
+from tokencredit.user_code.parts import load_parts
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -113,8 +114,7 @@ class PPOTrainer:
         given = {argument: value for argument, value in given.items() if value is not None}
         given |= {key: part for key, part in own_parts(args).items() if not isinstance(part, str)}
         refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
-        self.loaded = setup.load_parts(args)
-        """The configuration with a user's functions in place of their names."""
+        self.loaded = load_parts(args)  # with a user's functions in place of their names
         self.processes = Processes(args.run.timeout)
         setup.check_batch_size(args, self.processes.count)
         with rng.isolated():
@@ -278,9 +278,9 @@ class PPOTrainer:
         """Train policy and critic on a batch of this KL; returns metrics."""
         self.learner.objective = replace(self.learner.objective, kl_coef=self.credit.kl.coef)
         with self.stages("update") as results, self.pipeline.precision.updates():
-            on_step = partial(count_step, self.record, number, batch)
+            on_step, each = partial(count_step, self.record, number, batch), self.stages.caller("after_minibatch")
             self.before = None
-            metrics = results["metrics"] = self.learner.update(experience, on_step=on_step)
+            metrics = results["metrics"] = self.learner.update(experience, on_step=on_step, each=each)
             # The KL coefficient of the next iteration follows the KL of this one's samples.
             if kl is not None:
                 self.credit.kl.update(kl, self.args.rollout.batch_size)

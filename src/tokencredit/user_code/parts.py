@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-from tokencredit.core.estimator_table import BOUNDS, SETTINGS, parameters_of
+from torch import Tensor
+
+from tokencredit.core.estimator_table import BOUNDS, INPUTS, SETTINGS, parameters_of
 from tokencredit.distributed.processes import connection_lost, out_of_memory, restored
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, RunStopped, quoted
+from tokencredit.learn.objective import Objective
+from tokencredit.learn.own_loss import LOSS_INPUTS
+from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.parts import PYTHON, is_own, name_of
-from tokencredit.settings.training import AdvantageSettings
+from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AdvantageSettings, PPOSettings
 from tokencredit.user_code.user_objects import check_kwargs, described, load_object
 
 Advantage = TypeVar("Advantage", bound=AdvantageSettings)
+Update = TypeVar("Update", bound=PPOSettings)
 
 
 def load_part(value: Any, key: str) -> Any:
@@ -33,7 +40,7 @@ def load_part(value: Any, key: str) -> Any:
             f"{key} is {value}, which was given from Python, and a file cannot hold it: give it again, as in "
             f"config.{group}.{field} = {name}, or name its file, {key}: path/file.py:{re.split(r'[ (]', name)[0]}"
         )
-    return load_object(value, key.rpartition(".")[2])
+    return load_object(value, "critic" if key == "critic.kind" else key.rpartition(".")[2])
 
 
 def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -50,6 +57,99 @@ def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
             raise RunStopped(f"{what} {described(error)}") from error
 
     return call
+
+
+def load_loss(args: Update) -> Update:
+    """The settings with a policy loss of the user's, a function or a subclass of `Objective`, in place of its name.
+
+    Raises:
+        ConfigError: it cannot be loaded, is neither, needs what no loss is given, or ignores a setting.
+    """
+    if not is_own(args.loss):
+        return args
+    loss = load_part(args.loss, "ppo.loss")
+    name = name_of(loss)
+    known = (*LOSS_INPUTS, "clip", "dual_clip")
+    if isinstance(loss, type) and issubclass(loss, Objective):
+        return replace(args, loss=loss)
+    if not callable(loss) or isinstance(loss, type):
+        raise ConfigError(f"ppo.loss {name} is neither a function nor a subclass of Objective (docs/your-own.md)")
+    check_kwargs(name, loss, args.kwargs, known)
+    require_known("ppo.loss", "ppo.kwargs", partial(loss, **args.kwargs), name, known)
+    for key in ("clip", "clip_high", "dual_clip"):
+        if getattr(args, key) != getattr(type(args)(), key) and key.removesuffix("_high") not in parameters_of(loss):
+            reason = f"which ppo.loss {name} does not read; let it take {key.removesuffix('_high')}, or leave it out"
+            raise ConfigError(f"ppo.{key} is {quoted(getattr(args, key))}, {reason}")
+    return replace(args, loss=guarded(loss, f"ppo.loss {name}"))
+
+
+METHODS = ("values", "fit", "state_dict", "load_state_dict")
+"""Methods of a critic of the user's."""
+CRITIC_READS, FIT_READS = ("mask", "gamma"), ("rewards", "returns", "values")
+"""What both methods of a critic may name besides `INPUTS`, and what only `fit` may."""
+
+
+@dataclass(frozen=True)
+class OwnCritic:
+    """A critic of the user's: its values of the states before steps, its fit to returns, and its state."""
+
+    values: Callable[..., Tensor]
+    fit: Callable[..., None]
+    part: Any
+    """The user's object."""
+
+    @property
+    def inputs(self) -> set[str]:
+        """Names of what its methods read."""
+        return {*parameters_of(self.values), *parameters_of(self.fit)}
+
+
+def load_critic(args: CriticConfig, inputs: Collection[str]) -> CriticConfig:
+    """The settings with a critic of the user's as an `OwnCritic`, from an object, or a class called with `kwargs`.
+
+    Raises:
+        ConfigError: it cannot be loaded, lacks one of `METHODS`, or needs what there is not.
+    """
+    if not is_own(args.kind) or isinstance(args.kind, OwnCritic):
+        return args
+    part = load_part(args.kind, "critic.kind")
+    name = name_of(part)
+    if isinstance(part, type):
+        check_kwargs(name, part, args.kwargs)
+        part = guarded(part, f"critic.kind {name}")(**args.kwargs)
+    if missing := [method for method in METHODS if not callable(getattr(part, method, None))]:
+        raise ConfigError(f"critic.kind {name} has no method {', '.join(missing)} (docs/your-own.md)")
+    known = (*CRITIC_READS, *inputs)
+    require_known("critic.kind", "critic.kwargs", part.values, f"{name}.values", known)
+    require_known("critic.kind", "critic.kwargs", part.fit, f"{name}.fit", (*known, *FIT_READS))
+    values, fit = (guarded(method, f"critic.kind {name}") for method in (part.values, part.fit))
+    return replace(args, kind=OwnCritic(values, fit, part), kwargs={})
+
+
+def load_parts(args: PPOConfig) -> PPOConfig:
+    """The configuration with a user's parts in place of their names; raises `ConfigError` for one that cannot work."""
+    absent = ["ref_logprobs"] * (args.kl.coef == 0)
+    absent += ["token_ids", "prefix_scores"] * (args.advantage.unit == "turn")
+    inputs = [name for name in (*INPUTS, "group_size", "baseline") if name not in absent]
+    critic = load_critic(args.critic, [name for name in inputs if name in INPUTS])
+    return replace(args, critic=critic, advantage=load_estimator(args.advantage, inputs), ppo=load_loss(args.ppo))
+
+
+def read_by_parts(args: PPOConfig) -> set[str]:
+    """Names of the inputs that an estimator and a critic of the user's read."""
+    critic = args.critic.kind
+    return {*args.advantage.reads().inputs, *(critic.inputs if isinstance(critic, OwnCritic) else ())}
+
+
+def require_known(key: str, kwargs: str, function: Callable[..., Any], name: str, known: Collection[str]) -> None:
+    """Raise `ConfigError` for a parameter without a default that is none of the `known` ones."""
+    for parameter in parameters_of(function).values():
+        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if required and (parameter.name not in known or parameter.kind is parameter.POSITIONAL_ONLY):
+            raise ConfigError(
+                f"{key} {name} needs {parameter.name}, which this run does not have; it may name {', '.join(known)}, "
+                f"or give {kwargs}"
+            )
 
 
 def load_estimator(args: Advantage, inputs: Collection[str]) -> Advantage:
@@ -72,11 +172,5 @@ def load_estimator(args: Advantage, inputs: Collection[str]) -> Advantage:
     if args.kwargs:
         function = partial(function, **args.kwargs)
     known = ("rewards", "values", *BOUNDS, *SETTINGS, *inputs)
-    for parameter in parameters_of(function).values():
-        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-        if required and (parameter.name not in known or parameter.kind is parameter.POSITIONAL_ONLY):
-            raise ConfigError(
-                f"advantage.estimator {name} needs {parameter.name}, which this run does not have; it may name "
-                f"{', '.join(known)}, or give advantage.kwargs"
-            )
+    require_known("advantage.estimator", "advantage.kwargs", function, name, known)
     return replace(args, estimator=guarded(function, f"advantage.estimator {name}"), kwargs={})

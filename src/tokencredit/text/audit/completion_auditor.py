@@ -128,7 +128,7 @@ class CompletionAuditor:
         credit = Credit(replace(args, rollout=groups), self.credit.reduce)
         credit.load_state_dict(self.credit.state_dict())
         credit.prefixes.weight = min(args.rollout.batch_size / (len(scored.scores) * processes.count), 1.0)
-        batch, _ = credit.give(scored)
+        batch, _ = credit.give(scored, fit=False)
         credit.baseline.load_state_dict(self.credit.baseline.state_dict())  # as before this batch
         # Their truth, from continuations of the first completion of each group.
         scale, rows = credit.score_scale(scored.scores), torch.arange(0, len(scored.scores), group)

@@ -26,6 +26,7 @@ from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.rewards.calls import RewardError, Term, check_columns
 from tokencredit.text.rewards.reward_models import Reader
 from tokencredit.text.rewards.terms import score
+from tokencredit.user_code.parts import read_by_parts
 
 FIT_FILE = "prefix_fit.json"
 """File of the fit in a policy's folder."""
@@ -59,15 +60,15 @@ def choose_spacing(
         ConfigError: a setting asks for scores that no term can give, or that nothing reads.
     """
     every, found = args.critic.prefix_every, scoring(terms)
-    named = "prefix_scores" in args.advantage.reads().inputs
+    named = "prefix_scores" in read_by_parts(args)
     of_texts = isinstance(rows, Prompts) and not args.advantage.bootstrap
-    readable = of_texts and (args.critic.kind != "none" or named) and every != 0
+    readable = of_texts and (args.critic.ours or named) and every != 0
     if asked := [term.name for term in found if not (readable or isinstance(term.function, Reader))]:
         raise ConfigError(
             f"the reward {asked[0]!r} has prefix: true, which has no effect with critic.kind: none, with "
             "critic.prefix_every: 0, with advantage.bootstrap, or in episodes of several turns; leave it out"
         )
-    if args.critic.kind == "none" and not named:
+    if not (args.critic.ours or named):
         return args
     if every == "auto" and before is not None:
         every = before
@@ -82,8 +83,8 @@ def choose_spacing(
         )
     if named and not every:
         raise ConfigError(
-            "advantage.estimator reads prefix_scores, and no prefix is scored: give a classifier, a reward model or a "
-            "function with prefix: true, of single turns, and leave critic.prefix_every and advantage.bootstrap out"
+            "advantage.estimator or critic.kind reads prefix_scores, and no prefix is scored: give a classifier, a "
+            "reward model or a function with prefix: true, of single turns, without critic.prefix_every: 0"
         )
     known = ["prompts", "completions", "completion_ids", *rows.other_columns]
     for term in found if every else ():

@@ -190,7 +190,7 @@ def saved_critic(name: str) -> SavedCritic | None:
 
 def saved_start(args: CriticConfig, model: ModelConfig) -> SavedCritic | None:
     """The saved critic that a run's critic starts from; None if there is none."""
-    if args.kind == "none" or (args.name is None and args.init != "saved"):
+    if not args.ours or (args.name is None and args.init != "saved"):
         return None
     return saved_critic(args.name or model.name)
 
@@ -203,7 +203,7 @@ def build_critic(
     Raises:
         ConfigError: a saved head cannot be read, or `critic.layers` is more than the model has.
     """
-    if args.kind == "none":
+    if not args.ours:
         return None, []
     tap = layer_limit(args.layers, lm) if trunk is None else None
     init = "zeros" if args.init == "saved" else args.init

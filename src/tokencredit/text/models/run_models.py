@@ -308,7 +308,7 @@ def load_run_models(
     plain = replace(args.model, lora=LoraConfig(), gradient_checkpointing=False, compile=False)
     model = plain if which == "base" else replace(plain, name=str(run / which), adapter="continue")
     values = args.critic if critic else CriticConfig(kind="none")
-    if which != "base" and values.kind != "none":
+    if which != "base" and values.ours:
         every = read_choices(run).get("critic.prefix_every", values.prefix_every)
         values = replace(values, name=None, init="saved", prefix_every=every)
         if saved_critic(model.name) is None:

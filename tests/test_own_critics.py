@@ -1,0 +1,127 @@
+"""Critics of users: values, a fit to returns and a state, in training, audits, records and resumed runs."""
+
+import json
+
+import pytest
+import torch
+
+from helpers.configs import text_config
+from helpers.files import read_metrics, without_times
+from tokencredit import AdvantageConfig, AuditConfig, CriticConfig
+from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.text.ppo_trainer import PPOTrainer
+
+FILE = """
+import torch
+
+class PerPosition:
+    def __init__(self, width=64, decay=0.8):
+        self.sums, self.decay = torch.zeros(2, width), decay
+
+    def values(self, mask):
+        sums, counts = self.sums[:, : mask.shape[1]]
+        return (sums / counts.clamp(min=1)).expand(mask.shape)
+
+    def fit(self, returns, mask):
+        self.sums *= self.decay
+        self.sums[:, : mask.shape[1]] += torch.stack([(returns * mask).sum(0), mask.sum(0)])
+
+    def state_dict(self):
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state):
+        self.sums = state["sums"].clone()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with a critic from a file, audited twice, with checkpoints."""
+    folder = tmp_path_factory.mktemp("critic")
+    (folder / "mine.py").write_text(FILE)
+    args = config(folder, "run", 3)
+    trainer = PPOTrainer(args=args)
+    trainer.train()
+    return folder, trainer
+
+
+def config(folder, name, iterations, **groups):
+    critic = CriticConfig(kind=f"{folder}/mine.py:PerPosition", kwargs={"decay": 0.5})
+    audit = AuditConfig(every=2, completions=8, continuations=4, states=4)
+    return text_config(folder / name, iterations, critic=critic, audit=audit, **groups)
+
+
+def test_the_values_are_the_critics_and_it_learns_after_it_is_read(run):
+    folder, trainer = run
+    first, *others = read_metrics(folder / "run")
+    assert first["value_mean"] == 0
+    assert all(row["value_mean"] != 0 for row in others)
+    assert "value_loss" not in first
+    assert trainer.policy.critic is None
+    part = trainer.credit.own.part
+    batch, _ = trainer.credit.give(trainer.collect(), fit=False)
+    expected = part.values(batch.rollout.mask).masked_fill(~batch.rollout.mask, 0.0)
+    torch.testing.assert_close(batch.rollout.values, expected)
+
+
+def test_an_audit_judges_the_critic_and_leaves_it_as_it_is(run):
+    folder, trainer = run
+    audit = json.loads((folder / "run" / "audit.json").read_text())
+    assert {sample["values"][0] != 0 for sample in audit["samples"]} == {True}
+    assert audit["critic"] is not None
+    before = trainer.credit.own.part.sums.clone()
+    trainer.auditor.audit(7)
+    assert torch.equal(trainer.credit.own.part.sums, before)
+
+
+def test_a_resumed_run_goes_on_with_the_critics_state(run, tmp_path):
+    folder, _ = run
+    (tmp_path / "mine.py").write_text(FILE)
+    args = config(tmp_path, "run", 2)
+    args.run.save_every = 1
+    PPOTrainer(args=args).train()
+    args.run.iterations = 3
+    PPOTrainer(args=args).train(resume_from_checkpoint=True)
+    keys = ("reward", "value_mean", "explained_variance")
+    whole, parts = (without_times(read_metrics(x / "run")) for x in (folder, tmp_path))
+    assert [parts[1][key] for key in keys] == [whole[1][key] for key in keys]
+    assert parts[2]["value_mean"] != 0
+
+
+class NoFit:
+    def values(self, mask):
+        return mask
+
+
+class Short(NoFit):
+    def fit(self):
+        pass
+
+    state_dict = dict
+
+    def load_state_dict(self, state):
+        pass
+
+    def values(self, mask):
+        return mask[:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("critic", "groups", "message"),
+    [
+        ({"kind": NoFit()}, {}, "NoFit.* has no method fit, state_dict, load_state_dict"),
+        ({"kind": "none.py:C"}, {}, "there is no critic file"),
+        ({"kind": Short, "kwargs": {"a": 1}}, {}, "kwargs has 'a'"),
+        ({"kind": Short, "lr": 0.1}, {}, "critic.lr is 0.1, which has no effect with critic.kind: none, own"),
+        ({"kind": Short}, {"advantage": AdvantageConfig(bootstrap=True)}, "advantage.bootstrap is True, which has no"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(critic, groups, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        PPOTrainer(args=text_config(tmp_path / "run", critic=CriticConfig(**critic), **groups))
+
+
+def test_values_of_another_shape_stop_the_run(tmp_path):
+    trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=CriticConfig(kind=Short)))
+    with pytest.raises(RunStopped, match=r"values of critic.kind Short.* is of shape \(8, 7\); it must be a finite"):
+        trainer.train()
