@@ -12,6 +12,7 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import ROWS, Condition, flat, refuse_unused, settings_of
+from tokencredit.settings.parts import OWN
 from tokencredit.settings.reader import grouped
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, RUN_KINDS, TEXT, configure
 from tokencredit.settings.text import PPOConfig
@@ -109,6 +110,9 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ],
     ("text", {"advantage.kwargs": {"tau": 1.0}}, "advantage.kwargs", "without advantage.estimator: own"),
     ("control", {"advantage.kwargs": {"tau": 1.0}}, "advantage.kwargs", "without advantage.estimator: own"),
+    ("text", {"ppo.kwargs": {"width": 1.0}}, "ppo.kwargs", "without ppo.loss: own"),
+    ("control", {"ppo.kwargs": {"width": 1.0}}, "ppo.kwargs", "without ppo.loss: own"),
+    ("text", {"critic.kwargs": {"width": 1.0}}, "critic.kwargs", "without critic.kind: own"),
     ("text", {"advantage.scale": False}, "advantage.scale", "without advantage.estimator: group_relative"),
     (
         "text",
@@ -391,7 +395,7 @@ def test_every_need_names_settings_and_choices_that_there_are(run_kind):
                 for value in condition.values:
                     settings = {condition.key: value}
                     if condition.key in known and condition.key not in ("ppo.minibatches", "advantage.lam"):
-                        assert value in choices(run_kind.config, condition.key), (key, text, settings)
+                        assert value in [*choices(run_kind.config, condition.key), OWN], (key, text, settings)
 
 
 def choices(kind, key):

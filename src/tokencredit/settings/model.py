@@ -12,7 +12,7 @@ EXISTS = "kind: not none, own"
 LEARNS = (EXISTS, "coef or epochs")
 """Conditions of critic settings: there is a critic of ours, and it learns."""
 
-READS_PREFIXES = f"{EXISTS} or kind: own or advantage.estimator: own"
+READS_PREFIXES = "kind: not none or advantage.estimator: own"
 """The condition that something may read the scores of prefixes."""
 
 

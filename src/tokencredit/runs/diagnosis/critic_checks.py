@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from tokencredit.audit.verdict import NOISY
 from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
+from tokencredit.runs.untrusted import visible
+from tokencredit.settings.parts import is_own, label_of
 
 FLAT = 0.3
 """Standard deviation of a critic's values relative to the true values, below which it is flat. Measured: `make
@@ -40,6 +42,12 @@ def _lam(run: Evidence) -> float | None:
     return lam if name in ("gae", "decoupled_gae") and isinstance(lam, int | float) else None
 
 
+def _advice(run: Evidence, *ours: str) -> tuple[str, ...]:
+    """Advice on a critic of ours; for one of the user's, that it is theirs."""
+    kind = run.setting("critic.kind")
+    return (f"change the critic of this run, {visible(label_of(kind))}",) if is_own(kind) else ours
+
+
 def _of_gae(run: Evidence) -> str:
     return " with advantage.estimator: gae" if run.setting("advantage.estimator") in ("td", "monte_carlo") else ""
 
@@ -63,7 +71,8 @@ def explained_variance(run: Evidence) -> Finding | None:
         "every one worse, than expected."
         if lags
         else "Its values vary otherwise than the returns, so advantages carry more noise than without it.",
-        (
+        _advice(
+            run,
             *[faster] * lags,
             *["lower critic.lr"] * (wild and not lags),
             "give the critic more steps (critic.epochs)",
@@ -97,7 +106,8 @@ def critic_worse(run: Evidence) -> Finding | None:
         "the critic is worse than a constant",
         run.audited(name),
         "Its values are further from the true values than a constant would be, and its errors go into the advantages.",
-        (
+        _advice(
+            run,
             "give the critic more steps (critic.epochs) or a model of its own (critic.kind: separate)",
             "give the critic a head start (critic.pretrain)",
             "lower critic.lr if it overshoots",
@@ -114,7 +124,8 @@ def critic_flat(run: Evidence) -> Finding | None:
         "the critic is flat where values are not",
         f"{run.audited(name)}; 1 is the spread of the true values",
         "Its values hardly distinguish states, so no token is credited for what it changed.",
-        (
+        _advice(
+            run,
             "raise critic.lr or critic.epochs",
             "give the critic a model of its own (critic.kind: separate)",
             "give the critic a head start (critic.pretrain)",
