@@ -22,7 +22,7 @@ def having(*methods, base=object):
 
 
 def test_every_stage_has_two_methods():
-    assert set(EVENTS) == {f"{when}_{stage}" for when in ("before", "after") for stage in STAGES}
+    assert set(EVENTS) - {"after_minibatch"} == {f"{when}_{stage}" for when in ("before", "after") for stage in STAGES}
 
 
 @pytest.mark.parametrize(
