@@ -25,11 +25,12 @@ from typing import Any
 import yaml
 
 from tokencredit import Callback, PPOConfig, PPOTrainer
+from tokencredit.provenance.parts import describe
 from tokencredit.settings.fields import flat
 from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.training import AuditConfig
 from tokencredit.tools.limit_run import limit
-from tokencredit.user_code.user_objects import source_digest
+from tokencredit.user_code.parts import load_part
 
 DATA = Path(__file__).parent / "findings-data" / "worlds.json"
 AT = (5, 10, 20)
@@ -114,7 +115,8 @@ def study_settings(variant: str) -> dict[str, Any]:
     """The settings of a variant and of its audits, as stored with its runs."""
     audit = {"completions": AUDIT.completions, "states": AUDIT.states, "continuations": AUDIT.continuations}
     settings = settings_of(variant)
-    own = {key: source_digest(x) for key, x in own_parts(PPOConfig.from_dict(settings)).items()}
+    parts = own_parts(PPOConfig.from_dict(settings))
+    own = {key: describe(load_part(part, key))["digest"] for key, part in parts.items()}
     return settings | ({"sources": own} if own else {}) | {"iterations": BASE["run.iterations"], "audit": audit}
 
 
