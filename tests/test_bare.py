@@ -30,7 +30,7 @@ def test_a_run_says_what_it_leaves_out_and_why(folder, output):
     curves = "no TensorBoard curves: TensorBoard is not installed (pip install tensorboard)"
     assert events.count(f"{page}, then tokencredit report {folder / 'run'}") == 2, "once per end of the run"
     assert events.count(curves) == 2
-    assert "resumed after iteration 3" in events
+    assert "resumed after iteration 1" in events
     written = {path.name for path in (folder / "run").iterdir()}
     assert {"best", "checkpoints", "config.yaml", "metrics.jsonl", "policy", "summary.json"} <= written
     assert not {"report.html", "tensorboard"} & written

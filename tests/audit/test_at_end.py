@@ -10,6 +10,7 @@ from helpers.files import TIMES, drop_keys, read_metrics
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.runs import loop
 from tokencredit.settings.control import AgentAuditConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 
@@ -23,26 +24,27 @@ def any_length(monkeypatch):
 
 
 def text_run(folder, iterations, resume=False, **groups):
-    run = {"run": quiet(folder, iterations, save_every=1)}
-    trainer = PPOTrainer(args=text_config(folder, **run | groups))
+    small = {"run": quiet(folder, iterations, save_every=1)}
+    small["rollout"] = RolloutConfig(batch_size=64, max_new_tokens=4)  # as many texts as an audit samples at once
+    trainer = PPOTrainer(args=text_config(folder, **small | groups))
     trainer.train(resume_from_checkpoint=resume)
     return drop_keys(read_metrics(folder), *TIMES), [x.tolist() for x in trainer.policy.parameters()]
 
 
 @pytest.mark.slow
 def test_a_run_and_its_extension_end_with_an_audit_that_changes_nothing(any_length, tmp_path, capsys):
-    without = text_run(tmp_path / "without", 3, audit=AuditConfig(at_end=False))
+    without = text_run(tmp_path / "without", 2, audit=AuditConfig(at_end=False))
     assert not (tmp_path / "without" / "audit.json").exists()
-    text_run(tmp_path / "with", 2)
+    text_run(tmp_path / "with", 1)
     shown = capsys.readouterr().out
     assert "\naudit: " in shown
     assert "of the credit is real" not in shown, "three completions have no interval"
     assert re.search(r"audit at the end: about [\d,.]+ reward calls, [\d,.]+ tokens, \d+ s\n", shown)
     audit = tmp_path / "with" / "audit.json"
-    assert json.loads(audit.read_text())["iteration"] == 2
-    assert text_run(tmp_path / "with", 3, resume=True) == without
+    assert json.loads(audit.read_text())["iteration"] == 1
+    assert text_run(tmp_path / "with", 2, resume=True) == without
     found = json.loads(audit.read_text())
-    assert found["iteration"] == 3
+    assert found["iteration"] == 2
     assert found["settings"] == {"completions": 3, "continuations": 32, "states": 4}
     assert "3 completions" in (tmp_path / "with" / "report.html").read_text(), "the page has its score"
 

@@ -100,7 +100,11 @@ def test_the_audit_is_within_its_standard_error_of_the_exact_values(seeds, tmp_p
     """Over many seeds, with scores of whole texts and of tokens, with and without a discount, and the price of KL."""
     errors = {"values": [], "advantages": []}
     for number, (reward, gamma) in enumerate(product((whole, dense), (1.0, 0.9))):
-        trainer = trainer_of(tmp_path / str(number), reward, advantage=AdvantageConfig(gamma=gamma))
+        more = {
+            "advantage": AdvantageConfig(gamma=gamma),
+            "rollout": RolloutConfig(batch_size=64, max_new_tokens=LENGTH),
+        }
+        trainer = trainer_of(tmp_path / str(number), reward, **more)
         values, actions = exact(trainer, reward, gamma)
         for seed in range(seeds):
             audit = trainer.auditor.audit(25 * number + seed)

@@ -125,7 +125,8 @@ def test_the_trainer_calls_each_method_in_turn(tmp_path):
         if event != "after_iteration":
             setattr(Watcher, event, recorded(event))
     settings = {"rollout": {"batch_size": 4, "max_new_tokens": 4}, "run.dir": str(tmp_path / "run"), "run.samples": 2}
-    settings |= {"eval": {"every": 1, "samples": 2}, "ppo.minibatches": 1, "run.iterations": 1}
+    settings |= {"eval": {"every": 1, "samples": 2}, "ppo": {"epochs": 1, "minibatches": 1}, "run.iterations": 1}
+    settings |= {"model.dtype": "float32"}
     trainer = PPOTrainer(args=PPOConfig.from_dict(settings), callbacks=[Watcher()])
     metrics, _ = trainer.iteration(1)
     assert called == [
@@ -159,7 +160,8 @@ def test_an_iteration_whose_callback_fails_is_resumed_after_its_update(event, tm
     def trained(name, resume=False):
         settings = {"rollout": {"batch_size": 4, "max_new_tokens": 4}, "run.dir": str(tmp_path / name)}
         settings |= {"kl.target": 1.0, "eval": {"every": 1, "samples": 2}}
-        settings |= {"ppo.minibatches": 1, "run.iterations": 4, "run.allow_changed": ["callbacks[0]"]}
+        settings |= {"model.dtype": "float32", "ppo": {"epochs": 1, "minibatches": 1}, "run.iterations": 4}
+        settings |= {"critic.prefix_every": 0, "run.allow_changed": ["callbacks[0]"]}
         watcher = type("Watcher", (Callback,), {event: fail})() if name == "cut" and failing else Callback()
         return PPOTrainer(args=PPOConfig.from_dict(settings), callbacks=[watcher]).train(resume_from_checkpoint=resume)
 
