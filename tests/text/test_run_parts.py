@@ -1,0 +1,69 @@
+"""Runs that were made of parts from Python name them everywhere, and are told apart by them."""
+
+import json
+
+import pytest
+import yaml
+
+from helpers.configs import quiet, text_config
+from tokencredit.cli import main
+from tokencredit.report.comparison.stats import group_runs
+from tokencredit.report.reading import read_run
+from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.text.callbacks import Callback
+from tokencredit.text.ppo_trainer import PPOTrainer
+
+ROWS = [{"prompt": "This movie"}, {"prompt": "I"}]
+
+
+def rewarded(sign):
+    def score(completions, **columns):
+        return [float(sign * len(text)) for text in completions]
+
+    return score
+
+
+class Log(Callback):
+    def __init__(self):
+        self.rows = []
+
+    def after_iteration(self, trainer, metrics, samples):
+        self.rows.append(metrics)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder, log = tmp_path_factory.mktemp("parts"), Log()
+    for name, sign, seed in (("a", 1, 1), ("b", 1, 2), ("c", -1, 2)):
+        small = {"rollout": RolloutConfig(batch_size=4, max_new_tokens=4), "run": quiet(folder / name, 1)}
+        args = text_config(folder / name, seed=seed, **small)
+        PPOTrainer(args=args, reward_funcs=[rewarded(sign)], train_dataset=ROWS, callbacks=[log]).train()
+    return folder
+
+
+def test_a_runs_folder_names_its_parts_and_no_default_in_their_place(runs):
+    config = yaml.safe_load((runs / "a" / "config.yaml").read_text())
+    assert config["reward"] == []
+    assert config["python"]["train_dataset"].startswith("2 rows of prompt (")
+    assert config["python"]["reward_funcs"][0].startswith("rewarded.score(sign=1) (test_run_parts.py, ")
+    assert config["python"]["callbacks"][0].startswith("Log (test_run_parts.py, ")
+    parts = json.loads((runs / "a" / "parts.json").read_text())
+    assert "sign * len(text)" in parts["reward_funcs[0]"]["source"]
+    assert parts["train_dataset"] | {"digest": ""} == {"rows": 2, "columns": ["prompt"], "digest": ""}
+    card = (runs / "a" / "policy" / "README.md").read_text()
+    assert "- reward: `rewarded.score(sign=1) (test_run_parts.py, " in card
+    assert json.loads((runs / "a" / "summary.json").read_text())["environment"]["versions"]["torch"]
+
+
+def test_runs_of_other_rewards_are_no_repetitions_and_other_files_are(runs):
+    read = [read_run(runs / name) for name in "abc"]
+    assert [len(group.runs) for group in group_runs(read)] == [2, 1]
+
+
+def test_a_command_refuses_them_with_the_line_of_python(runs, capsys):
+    file = runs / "a" / "config.yaml"
+    assert main(["train", "--config", str(file)]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    call = "PPOTrainer(args=args, reward_funcs=…, train_dataset=…, callbacks=…).train()"
+    assert f"args = PPOConfig.from_yaml({str(file)!r}); {call}" in line
