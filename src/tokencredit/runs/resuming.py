@@ -35,6 +35,10 @@ FREE = (
 """Exceptions, which may change."""
 
 
+FINGERPRINTED = ("model.name", "model", "processing_class")
+"""Parts whose weights and tokens the trainer compares with those of the checkpoint."""
+
+
 def saved(run: Path) -> list[int]:
     """Iterations with a checkpoint, in order."""
     return sorted(int(folder.name) for folder in (run / "checkpoints").glob("*") if folder.name.isdecimal())
@@ -162,7 +166,7 @@ def changed_parts(
         if any(name == own or name.startswith(group) for name in changed):
             continue
         here, there = (label(part) if part else "not given" for part in (new, old))
-        if key not in allowed:
+        if key not in (*allowed, *FINGERPRINTED):
             raise ConfigError(
                 f"{key} is {here}, and this run was begun with {there}; restore it, or go on with run.allow_changed: "
                 f"{json.dumps([key])}"
