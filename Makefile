@@ -103,8 +103,8 @@ costs: install  ## Write the tables of docs/gpu.md and benchmarks/RESULTS.md, in
 families: install  ## Train each family of causal models in Transformers, tiny: benchmarks/families.md
 	$(BIN)/python benchmarks/families.py --write benchmarks/families.md
 
-study: install  ## Run what benchmarks/findings.md rests on, for hours; SEEDS=1 takes the first seed of each
-	$(BIN)/python benchmarks/study.py $(if $(SEEDS),--seeds $(SEEDS))
+study: install  ## Run what benchmarks/findings.md rests on, for hours; SEEDS=1 takes the first seed of each, REPLACE=1 replaces its data
+	$(BIN)/python benchmarks/study.py $(if $(SEEDS),--seeds $(SEEDS)) $(if $(REPLACE),--replace)
 
 truth: install  ## Audit the main job with several critics: three minutes per run on one core
 	$(BIN)/python benchmarks/truth.py

@@ -1,6 +1,7 @@
 """Run the studies behind benchmarks/findings.md, and keep their metrics in benchmarks/findings-data/ (`make study`).
 
-Each study is a recipe's sweep, which resumes where it stopped; its file is rewritten with the finished runs.
+Each study is a recipe's sweep, which resumes where it stopped. The metrics of its finished runs go into
+findings-data/new/ where findings-data/ holds the study already, unless `--replace` is given.
 `python benchmarks/study.py hacking --seeds 3 --jobs 2` does one of them with the first three seeds.
 """
 
@@ -75,8 +76,11 @@ def run(study: str, seeds: int | None, jobs: int) -> int:
     return code
 
 
-def keep(study: str) -> None:
-    """Write the metrics of all finished runs of a study into one file, by variant and seed."""
+def keep(study: str, replace: bool = False) -> Path:
+    """Write the metrics of all finished runs of a study into one file, by variant and seed; returns the file.
+
+    It is beside kept data, in a folder `new`, unless they are to be replaced.
+    """
     kept: dict[str, dict[int, object]] = {}
     for planned in read_sweep(RECIPES / STUDIES[study], configure):
         if planned.state() != "finished":
@@ -93,8 +97,12 @@ def keep(study: str) -> None:
             rows["last_text"] = run.samples[-1]["prompt"] + run.samples[-1]["completion"]
         kept.setdefault(planned.variant, {})[planned.seed] = rows
     text = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).replace('},"', '},\n"')
-    DATA.mkdir(exist_ok=True)
-    (DATA / f"{study}.json").write_text(text + "\n", encoding="utf-8")
+    file = DATA / f"{study}.json"
+    if file.exists() and not replace:
+        file = DATA / "new" / file.name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + "\n", encoding="utf-8")
+    return file
 
 
 def planted_credit(folder: Path, run: Run) -> dict[str, float | None]:
@@ -147,6 +155,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, help="only so many of each recipe's seeds, the first ones")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--keep_only", action="store_true", help="run nothing; keep what is finished")
+    parser.add_argument("--replace", action="store_true", help="replace kept metrics, rather than write beside them")
     args = parser.parse_args()
     if unknown := set(args.studies) - set(STUDIES):
         parser.error(f"there is no study {', '.join(sorted(unknown))}; there are {', '.join(STUDIES)}")
@@ -155,7 +164,7 @@ def main() -> int:
         code = 0 if args.keep_only else run(study, args.seeds, args.jobs)
         if code in (INTERRUPTED, -signal.SIGINT):
             return INTERRUPTED
-        keep(study)
+        print(f"{study}: {keep(study, args.replace)}")
         failed |= code != 0
     return int(failed)
 

@@ -55,9 +55,11 @@ grid: {advantage.lam: [0, 1]}
     assert {variant: list(runs) for variant, runs in kept.items()} == {"lam=0": ["7"], "lam=1": ["7"]}
     summary = tmp_path / "runs/few/lam=0/seed-7/summary.json"
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"stopped_by": "interrupt", "iterations": 1}))
-    study.keep("few")
-    kept = json.loads((tmp_path / "kept" / "few.json").read_text())
+    assert study.keep("few") == tmp_path / "kept" / "new" / "few.json"
+    assert json.loads((tmp_path / "kept" / "few.json").read_text()) == kept, "kept data stay"
+    kept = json.loads(study.keep("few", replace=True).read_text())
     assert list(kept) == ["lam=1"], "what was cut short is no result"
+    assert json.loads((tmp_path / "kept" / "few.json").read_text()) == kept
     metrics = read_metrics(tmp_path / "runs/few/lam=1/seed-7")
     assert kept["lam=1"]["7"]["value_loss"] == pytest.approx([m["value_loss"] for m in metrics], rel=1e-3)
 
