@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-MISSING = ["datasets", "matplotlib", "plotly", "tensorboard", "tensorboardX", "tensorflow"]
+MISSING = ["datasets", "matplotlib", "pandas", "plotly", "pyarrow", "tensorboard", "tensorboardX", "tensorflow"]
 ROWS = [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"}]
 
 

@@ -240,6 +240,15 @@ def rows_of_minibatches(processes):
     return parts
 
 
+def used_advantages(processes):
+    """Advantages of this process's rows as an update with whitened minibatches used them, row by row; None outside."""
+    learner, experience = learner_of(processes, {}, {"whiten_minibatches": True}), experience_of(1, processes)
+    learner.update(experience)
+    used = learner.used_advantages(experience, sum(SHARES[processes.count][: processes.rank]), ROWS)
+    assert used.isnan().equal(~experience.mask)
+    return [[x for x in row if not math.isnan(x)] for row in used.tolist()]
+
+
 def compared(processes, cases):
     """Two updates of each case, from this process."""
     return {
@@ -262,6 +271,7 @@ def results(processes):
     share = processes.share(10)
     return answer | {
         "minibatches": rows_of_minibatches(processes),
+        "used advantages": used_advantages(processes),
         "texts": texts,
         "share of 10": [share.start, share.stop],
     }

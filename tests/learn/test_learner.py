@@ -576,3 +576,23 @@ def test_micro_batches_change_no_gradient_of_any_loss(name, weighted, world):
     torch.testing.assert_close(in_parts, losses)
     shares = [ratios(each, 0.2, Processes()).metrics()["clip_fraction"] for each in (records, whole)]
     assert shares[0] == shares[1]
+
+
+def test_advantages_as_the_loss_used_them_are_means_over_the_passes(world):
+    policy, experience = world
+    passes = {row: [] for row in range(ROWS)}
+
+    def on_step(minibatch, error):
+        for row, advantages in zip(minibatch.rows.tolist(), minibatch.advantages, strict=True):
+            passes[row].append(advantages)
+
+    learner = learner_of(policy, epochs=3, minibatches=2, whiten_minibatches=True)
+    learner.update(experience, on_step=on_step)
+    used = learner.used_advantages(experience, 0, ROWS)
+    assert used.isnan().equal(~experience.mask)
+    expected = torch.stack([torch.stack(passes[row]).mean(0) for row in range(ROWS)])
+    torch.testing.assert_close(used[experience.mask], expected[experience.mask])
+    learner = learner_of(policy, epochs=3, minibatches=2)
+    learner.update(experience)
+    used = learner.used_advantages(experience, 0, ROWS)[experience.mask]
+    assert used.equal(experience.advantages[experience.mask]), "nothing is whitened here"

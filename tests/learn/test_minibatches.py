@@ -77,6 +77,12 @@ def test_each_minibatch_is_shared_among_the_processes(one, three):
     assert any(not part for part in shares[2]), "a minibatch has fewer rows than there are processes"
 
 
+def test_advantages_as_the_loss_used_them_are_those_of_one_process(one, three):
+    found = [row for process in three for row in process["used advantages"]]
+    assert [len(row) for row in found] == [len(row) for row in one["used advantages"]]
+    assert list(chain(*found)) == pytest.approx(list(chain(*one["used advantages"])), abs=1e-5)
+
+
 @pytest.mark.parametrize("model", ["", ", sharded"])
 @pytest.mark.parametrize("field", ["advantages", "returns"])
 def test_the_row_of_a_number_that_is_not_finite_is_found_in_every_process(field, model, one, three):

@@ -8,7 +8,8 @@ import pytest
 from helpers.episodes import grid
 from tokencredit.errors import ConfigError
 from tokencredit.report.audit_view import trust
-from tokencredit.report.reading import ITERATIONS, read_run, with_audit
+from tokencredit.report.reading import ITERATIONS, read_completions, read_run, with_audit
+from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.summary import WINDOW
 
 
@@ -257,3 +258,74 @@ def test_an_audit_may_be_without_a_critic_and_samples(audited):
     change(audited, "samples", value=[])
     change(audited, "iteration", value=None)
     assert read_run(audited).audit["critic"] is None
+
+
+# tables
+
+
+def test_metrics_are_a_data_frame(run_folder):
+    run = read_run(run_folder)
+    frame = run.frame("metrics")
+    assert frame.iteration.tolist() == [1, 2, 3]
+    assert frame.reward.tolist() == [row["reward"] for row in run.metrics]
+
+
+def test_samples_and_tokens_are_data_frames_with_the_names_of_the_file(run_folder):
+    run = read_run(run_folder)
+    samples, tokens = run.frame("samples"), run.frame("tokens")
+    assert samples[["iteration", "sample"]].values.tolist() == [[i, s] for i in (1, 2, 3) for s in range(4)]
+    assert samples.reward.tolist() == samples["reward/NEGATIVE"].tolist() == [s["reward"] for s in run.samples]
+    assert samples.length.tolist() == [len(s["tokens"]) for s in run.samples]
+    for name in ("tokens", "token_ids", "logprobs", "values", "advantages", "loss_advantages", "returns"):
+        assert tokens[name].tolist() == [x for s in run.samples for x in s[name]]
+        assert tokens[name].dtype.kind in "ifO" if name == "tokens" else "if"
+    joined = tokens.merge(samples, on=["iteration", "sample"])
+    texts = joined.groupby(["iteration", "sample"]).tokens.sum()
+    assert texts.str.startswith(tuple(run.samples[0]["completion"][:3])).any()
+    assert (joined.position < joined.length).all()
+
+
+def test_tokens_of_an_audit_have_their_true_values(audited_folder):
+    run = read_run(audited_folder)
+    frame = run.frame("audit")
+    assert set(frame.iteration) == {3}
+    assert len(frame) == sum(len(sample["tokens"]) for sample in run.audit["samples"])
+    assert 0 < frame.true_advantages.notna().sum() < len(frame)
+    assert frame.true_advantages.dtype == "float64"
+    assert set(run.frame("tokens")) - set(frame) == {"new_logprobs", "loss_advantages"}, "no update follows an audit"
+
+
+def test_tables_of_a_run_without_completions_or_audit_are_empty(copy):
+    (copy / "samples.jsonl").unlink()
+    run = read_run(copy)
+    assert [len(run.frame(name)) for name in ("samples", "tokens", "audit")] == [0, 0, 0]
+
+
+def test_every_kept_completion_is_in_the_tables(copy):
+    """Parquet files come before samples.jsonl; a field that is not in all of them is missing elsewhere."""
+    run, folder = read_run(copy), RunFolder(str(copy))
+    records = [{**sample, "terms": {"fit": 0.5}} for sample in run.samples]
+    records[0] = {name: value for name, value in records[0].items() if name != "values"} | {"message": "hello"}
+    for number in (1, 2, 3):
+        folder.write_completions(number, [sample for sample in records if sample["iteration"] == number] * 2)
+    samples, tokens = run.frame("samples"), run.frame("tokens")
+    assert len(samples) == 2 * len(records)
+    assert samples.message.notna().sum() == 2
+    assert samples["reward/fit"].tolist() == [0.5] * len(samples)
+    assert tokens["values"].isna().sum() == 2 * len(records[0]["tokens"])
+    assert tokens.advantages.sum() == pytest.approx(2 * sum(sum(sample["advantages"]) for sample in records))
+    (copy / "samples" / "000002.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match=r"000002\.parquet is no Parquet file that can be read"):
+        run.frame("tokens")
+    folder.write_completions(2, [{"iteration": 2, "tokens": ["a"]}])
+    with pytest.raises(ConfigError, match=r"000002\.parquet, row 0: prompt is not a text"):
+        run.frame("tokens")
+
+
+def test_episodes_in_parquet_files_are_read_back(copy):
+    episodes = [grid(), grid() | {"after": "an unpaired surrogate \ud800"}]
+    RunFolder(str(copy)).write_completions(1, episodes)
+    found = read_completions(copy)
+    assert found == [{name: x for name, x in sample.items() if name != "terms"} for sample in episodes[:1]] + [
+        found[0] | {"after": "an unpaired surrogate ?"}
+    ]

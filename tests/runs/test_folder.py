@@ -10,6 +10,7 @@ from datetime import datetime
 from unittest.mock import Mock
 
 import pytest
+from pyarrow import parquet
 
 from helpers.files import read_metrics
 from tokencredit.errors import ConfigError
@@ -197,3 +198,35 @@ def test_a_choice_stands_in_for_auto_alone(model, dtype):
     assert apply_choices(config, {"model.dtype": "bfloat16"}) == {"seed": 1, "model": {"name": "a", "dtype": dtype}}
     assert config["model"] == {"name": "a"} | model, "the configuration is left as it was"
     assert apply_choices(config, {}) == config
+
+
+def completion(**fields):
+    return {"iteration": 1, "completion": "ab", "terms": {"fit": 0.5}, "tokens": ["a", "b"], **fields}
+
+
+def test_completions_are_a_parquet_file_with_a_column_per_field_and_term(folder):
+    records = [completion(), completion(bootstrap=0.25, terms={"fit": None}, values=[0.5, 1.0])]
+    folder.write_completions(1, records)
+    folder.write_completions(2, [completion(terms={"fit": None})])
+    files = [folder.path / "samples" / f"00000{number}.parquet" for number in (1, 2)]
+    assert sorted((folder.path / "samples").iterdir()) == files
+    first, second = map(parquet.read_table, files)
+    assert first["reward/fit"].to_pylist() == [0.5, None]
+    assert first["values"].to_pylist() == [None, [0.5, 1.0]]
+    assert first["bootstrap"].to_pylist() == [None, 0.25]
+    assert str(second["reward/fit"].type) == "double", "as in files with a value"
+
+
+def test_rewinding_removes_completions_of_later_iterations(folder):
+    for number in (1, 2, 3):
+        folder.write_completions(number, [completion()])
+    folder.rewind(1, {})
+    assert [file.name for file in (folder.path / "samples").iterdir()] == ["000001.parquet"]
+
+
+def test_completions_leave_the_last_of_the_disk(folder):
+    folder.reserve = 10**18
+    with pytest.raises(OSError, match="No space left"):
+        folder.write_completions(1, [completion()])
+    folder.write_completions(1, [])
+    assert not (folder.path / "samples").exists()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from tokencredit.core.masked import whiten_with_divisor
 from tokencredit.core.off_policy import correction_stats
@@ -66,6 +67,8 @@ class Learner:
         self.value_heads = adaptive_heads(model)
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.training_modules = training_modules(model)
+        self.whitened: list[tuple[Tensor, Tensor]] = []
+        """Rows and advantages of the last update's minibatches, if each is whitened, with a last column of ones."""
 
     def set_rates(self, iteration: int) -> dict[str, float]:
         """Set the learning rates of an iteration, counted from 1; returns them by metric name."""
@@ -100,6 +103,7 @@ class Learner:
         records: list[list[StepRecord]] = []
         grad_norms: list[float] = []
         bad_steps = 0
+        self.whitened.clear()
         # Scale or support of the value head must fit the returns before it learns from them.
         adapt_heads(self.value_heads, experience, self.processes)
         with training(self.training_modules):
@@ -220,7 +224,28 @@ class Learner:
         mask = minibatch.mask & minibatch.real
         reduce = None if self.processes.count == 1 else self.processes.sum
         advantages, divisor = whiten_with_divisor(minibatch.advantages, mask, reduce=reduce, count=minibatch.tokens)
+        if minibatch.rows is not None:
+            self.whitened.append((minibatch.rows, minibatch.real * pad(advantages, (0, 1), value=1.0)))
         return replace(minibatch, advantages=advantages, divisor=divisor)
+
+    def used_advantages(self, experience: Experience, first: int, rows: int) -> Tensor:
+        """Advantages as the last update's loss used them, `[batch, time]`; NaN at tokens that are not in the loss.
+
+        If each minibatch is whitened, the mean over the passes.
+
+        Args:
+            experience: the update's.
+            first: number of its first row in the batch of all processes.
+            rows: rows of that batch.
+        """
+        advantages = experience.advantages
+        if self.whitened:
+            sums = advantages.new_zeros(rows, self.whitened[0][1].shape[1])
+            for numbers, part in self.whitened:
+                sums[numbers] += part
+            own = self.processes.sum(sums)[first : first + len(advantages)]
+            advantages = own[:, : advantages.shape[1]] / own[:, -1:]
+        return advantages.masked_fill(~experience.mask, math.nan)
 
     def accumulate_gradients(self, minibatch: Experience) -> list[StepRecord]:
         """Accumulate a minibatch's gradient over micro-batches of similar lengths.

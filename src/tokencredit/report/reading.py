@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from math import nan
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokencredit.audit.verdict import audited_rows
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.provenance.parts import Part
-from tokencredit.runs.folder import AUDIT, apply_choices, read_choices, read_parts, setting_of
+from tokencredit.runs.folder import (
+    AUDIT,
+    COMPLETIONS,
+    apply_choices,
+    flat_terms,
+    read_choices,
+    read_parts,
+    setting_of,
+)
 from tokencredit.runs.jsonl import (
     COUNT,
     EVENTS,
     KNOWN,
     NUMBER,
+    PER_TOKEN,
     TEXT,
     TRUTH,
     Form,
@@ -54,6 +65,8 @@ CONFIG: dict[str, Form] = {
     "optim.max_grad_norm": NUMBER,
 }
 """Forms of these settings, unless null or missing."""
+OF_TOKENS = (*PER_TOKEN, "mask")
+"""Fields of a record with one entry per token, the environment's in `mask` too."""
 OF_ESTIMATOR = ("correlation", "sign_agreement", "gain")
 """Figures of each estimator in an audit."""
 OF_CRITIC = (
@@ -125,6 +138,28 @@ class Run:
         """Iterations before the last change of what is scored."""
         return scored_anew(self.changes)
 
+    def frame(self, table: Literal["metrics", "samples", "tokens", "audit"]) -> Any:
+        """A table as a `pandas.DataFrame`, with the names of metrics.jsonl and samples.jsonl as columns.
+
+        Args:
+            table: `metrics`, a row per iteration; `samples`, a row per completion that the run's folder keeps, all of
+                them also in a long run; `tokens`, a row per token of these; `audit`, a row per token of `audit`.
+
+        Raises:
+            NotInstalled: pandas is missing.
+            ConfigError: a file is invalid; the message names it.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise NotInstalled("Run.frame", "tokencredit[pandas]") from error
+        if table == "metrics":
+            return pandas.DataFrame(self.metrics)
+        iteration = (self.audit or {}).get("iteration")
+        audited = [{"iteration": iteration, **sample} for sample in (self.audit or {}).get("samples", ())]
+        samples = audited if table == "audit" else read_completions(self.path)
+        return pandas.DataFrame(completion_rows(samples) if table == "samples" else token_columns(samples))
+
     def setting(self, key: str) -> Any:
         """A setting by its key; None if the run has none."""
         return setting_of(self.config, key)
@@ -164,6 +199,66 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
         changes=read_changes(path / EVENTS),
         parts=read_parts(path),
     )
+
+
+def read_completions(run: Path) -> list[dict[str, Any]]:
+    """Records of every completion that a run's folder keeps, in Parquet files or in samples.jsonl.
+
+    Raises:
+        ConfigError: a file is invalid; the message names it.
+    """
+    files = sorted((run / COMPLETIONS).glob("*.parquet"))
+    if not files:
+        return read_samples(run / "samples.jsonl", range(2**53))
+    import pyarrow
+    from pyarrow import parquet
+
+    records = []
+    for file in files:
+        try:
+            rows = parquet.read_table(file).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ConfigError(f"{file} is no Parquet file that can be read: {error}") from error
+        for number, row in enumerate(rows):
+            records.append(without_nulls(row))
+            check_sample(f"{file}, row {number}", records[-1])
+    return records
+
+
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a Parquet file without the fields that it lacks, at any depth."""
+    found = {name: value for name, value in row.items() if value is not None}
+    return found | {"turns": [without_nulls(turn) for turn in found["turns"]]} if "turns" in found else found
+
+
+def numbered(samples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Each record with its place within its iteration, from 0."""
+    for _, group in groupby(samples, key=lambda sample: sample["iteration"]):
+        yield from enumerate(group)
+
+
+def completion_rows(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row per completion: its fields that are not per token, and `length`, its number of the policy's tokens."""
+    return [
+        {"iteration": sample["iteration"], "sample": place}
+        | {name: value for name, value in flat_terms(sample).items() if name not in OF_TOKENS}
+        | {"length": sum(sample.get("mask", [1] * len(sample["tokens"])))}
+        for place, sample in numbered(samples)
+    ]
+
+
+def token_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Columns with an entry per token: its place, and the fields per token, NaN where there is none."""
+    parts: list[dict[str, Any]] = []
+    for place, sample in numbered(samples):
+        size = len(sample["tokens"])
+        where = {"iteration": [sample["iteration"]] * size, "sample": [place] * size, "position": range(size)}
+        parts.append(where | {name: sample[name] for name in OF_TOKENS if name in sample})
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: [nan if x is None else x for part in parts for x in part.get(name, [None] * len(part["tokens"]))]
+        for name in names
+    }
 
 
 def chosen(iterations: Sequence[int]) -> set[int]:

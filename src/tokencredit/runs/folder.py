@@ -28,6 +28,10 @@ JOB = ".job"
 PARTS = "parts.json"
 """File with the descriptions (`provenance.parts.Part`) of a run's functions, classes, objects, data and local models,
 by argument or key."""
+COMPLETIONS = "samples"
+"""Folder of every completion, with a Parquet file per iteration (`run.samples: all`)."""
+SHOWN = 8
+"""Completions per iteration in samples.jsonl of such a run."""
 CHOICES = "choices.json"
 """File of a run's choices for settings that are `auto`; config.yaml keeps `auto`."""
 AUTO_SETTINGS: dict[str, Any] = {"model.dtype": Literal["float32", "bfloat16"], "critic.prefix_every": int}
@@ -110,7 +114,11 @@ class RunFolder:
         recover(self.path / "checkpoints")
 
     def rewind(self, iteration: int, sizes: Mapping[str, int]) -> None:
-        """Truncate files to their sizes at this iteration; remove an end's summary, and a later or unreadable audit."""
+        """Truncate files to their sizes at this iteration; remove later completions, an end's summary, and a later or
+        unreadable audit."""
+        for file in (self.path / COMPLETIONS).glob("*.parquet"):
+            if file.stem.isdecimal() and int(file.stem) > iteration:
+                file.unlink()
         for name, size in sizes.items():
             if (self.path / name).exists():
                 os.truncate(self.path / name, size)
@@ -176,6 +184,30 @@ class RunFolder:
         self.make_room(name, len(lines))
         append(self.path / name, lines)
 
+    def write_completions(self, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write an iteration's completions, if there are any, as a Parquet file: a column per field and reward term.
+
+        Raises:
+            OSError: the disk is too full, the reserve included.
+        """
+        if not records:
+            return
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        # Parquet holds valid Unicode only, and an observation may have unpaired surrogates.
+        text = json.dumps([flat_terms(record) for record in records], ensure_ascii=False, allow_nan=False)
+        rows = json.loads(text.encode(errors="replace"))
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: pa.array([row.get(name) for row in rows]) for name in names}
+        # A column without a value would have no type, and not fit those of other iterations.
+        columns = {name: x.cast("float64") if pa.types.is_null(x.type) else x for name, x in columns.items()}
+        parquet.write_table(pa.table(columns), data := pa.BufferOutputStream())
+        name = f"{COMPLETIONS}/{iteration:06d}.parquet"
+        self.make_room(name, data.tell())
+        (self.path / COMPLETIONS).mkdir(exist_ok=True)
+        write_file(self.path / name, data.getvalue().to_pybytes())
+
     def make_room(self, name: str, size: int) -> None:
         """Raise the `OSError` of a full disk if it cannot hold this many bytes beside the reserve."""
         if shutil.disk_usage(self.path).free < self.reserve + size:
@@ -206,11 +238,17 @@ def append(file: Path, lines: bytes) -> None:
             raise
 
 
-def write_file(target: Path, text: str) -> None:
-    """Write a file atomically."""
+def flat_terms(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A completion's record with its reward terms as `reward/NAME`, the names of their means in metrics.jsonl."""
+    terms = {f"reward/{name}": value for name, value in record.get("terms", {}).items()}
+    return {name: value for name, value in record.items() if name != "terms"} | terms
+
+
+def write_file(target: Path, data: str | bytes) -> None:
+    """Write a file atomically; text as UTF-8."""
     temporary = beside(target, "part")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
         flush(temporary)
         temporary.replace(target)
     finally:

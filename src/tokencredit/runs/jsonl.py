@@ -42,6 +42,7 @@ PROBLEMS = {
 """Problems of a turn, in words."""
 PER_TOKEN = (
     "tokens",
+    "token_ids",
     "logprobs",
     "behavior_logprobs",
     "new_logprobs",
@@ -50,6 +51,8 @@ PER_TOKEN = (
     "values",
     "rewards",
     "advantages",
+    "loss_advantages",
+    "returns",
     *TRUTH,
 )
 """Fields of a record with one entry per token."""
@@ -124,10 +127,13 @@ SAMPLE: dict[str, Form] = {
     "rewards": [NUMBER],
     "advantages": [NUMBER],
     "message?": TEXT,  # of a conversation: its last user message
+    "token_ids?": [COUNT],
+    "returns?": [NUMBER],
     "values?": [NUMBER],  # with a critic
     "behavior_logprobs?": [NUMBER],
     "ref_logprobs?": [NUMBER],  # with a reference model
     "new_logprobs?": [NUMBER],  # after an update
+    "loss_advantages?": [KNOWN],  # as the loss used them; null at tokens outside it
     "age?": [COUNT],  # sampled ahead
     "bootstrap?": NUMBER,  # after a truncation
     "mask?": [Leaf(lambda value: is_count(value) and value < 2, "0 or 1")],  # from here on of episodes

@@ -27,7 +27,7 @@ from tokencredit.provenance.parts import Part
 from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
-from tokencredit.runs.folder import CHOICES, JOB, PARTS, RunFolder, apply_choices, beside, read_parts, replacing
+from tokencredit.runs.folder import CHOICES, JOB, PARTS, SHOWN, RunFolder, apply_choices, beside, read_parts, replacing
 from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
 from tokencredit.runs.resuming import LINES, allowed_changes, changed_parts, changes_since, for_trainer, newest, saved
 from tokencredit.runs.summary import History, Summary, summarise
@@ -68,7 +68,7 @@ class RunRecord:
             ConfigError: a tracker is not installed.
         """
         self.args, self.processes, self.run_kind, self.choices = args, processes, run_kind, choices
-        self.main, self.show_every = processes.main, show_every
+        self.main, self.show_every, self.keeps_all = processes.main, show_every, getattr(args, "samples", 0) == "all"
         self.parts: dict[str, Part] = {}
         """Descriptions of what the run was given from Python or reads by name, by argument or key."""
         folder = args.dir
@@ -231,6 +231,7 @@ class RunRecord:
         """Record and show one iteration."""
         self.history.append(metrics)
         self._judge(metrics)
+        every, samples = (samples, samples[:SHOWN]) if self.keeps_all else ((), samples)
         if samples:
             self.first_samples, self.last_samples = self.first_samples or samples, samples
         number = int(metrics["iteration"])
@@ -239,6 +240,7 @@ class RunRecord:
             return
         self.folder.append("metrics.jsonl", {k: v if math.isfinite(v) else None for k, v in metrics.items()})
         self.folder.append("samples.jsonl", *samples)
+        self.folder.write_completions(number, every)
         self.screen.iteration(metrics)
         for finding in self._diagnose(ended=False):
             if finding.name not in self.warned:

@@ -362,8 +362,9 @@ class RunConfig(RunSettings):
     """Sharding of the models over the processes of the job: none holds them whole in each, full splits the weights,
     gradients and moments of policy, separate critics and reference model (PyTorch's FSDP2)."""
 
-    samples: int = setting(8, at_least=0)
-    """Completions per iteration logged to samples.jsonl token by token, the first of the batch; 0 for none."""
+    samples: int | Literal["all"] = setting(8, at_least=0)
+    """Completions per iteration logged to samples.jsonl token by token, the first of the batch; 0 for none. all keeps
+    every completion, as a Parquet file per iteration in samples/, and the first 8 in samples.jsonl."""
     show_every: int = setting(10, needs="samples", at_least=0)
     """Iterations between tables of samples on the screen; 0 for none."""
     push_to_hub: str | None = None

@@ -13,6 +13,7 @@ From engine to loss a token passes six carriers, each with one reason to exist:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -165,20 +166,31 @@ class Batch:
         return metrics
 
     def samples(
-        self, tokenizer: PreTrainedTokenizerBase, rows: Iterable[int], new_logprobs: Tensor | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Iterable[int],
+        new_logprobs: Tensor | None = None,
+        loss_advantages: Tensor | None = None,
     ) -> list[dict[str, Any]]:
-        """Records of these rows for samples.jsonl; `new_logprobs` `[count, time]` are of the first rows, updated."""
-        return [self._sample(row, tokenizer, new_logprobs) for row in rows]
+        """Records of these rows for samples.jsonl.
 
-    def _sample(self, row: int, tokenizer: PreTrainedTokenizerBase, new_logprobs: Tensor | None) -> dict[str, Any]:
+        After an update, `new_logprobs` and `loss_advantages` are `[count, time]` of the first rows; the latter as the
+        loss used them, NaN at tokens that are not in it.
+        """
+        after = {"new_logprobs": new_logprobs, "loss_advantages": loss_advantages}
+        return [self._sample(row, tokenizer, after) for row in rows]
+
+    def _sample(
+        self, row: int, tokenizer: PreTrainedTokenizerBase, after: Mapping[str, Tensor | None]
+    ) -> dict[str, Any]:
         rollout, prompt = self.rollout, self.prompts.prompts[row]
         length = int(rollout.response_lengths()[row])
         per_token = {
             "logprobs": rollout.logprobs,
             "behavior_logprobs": rollout.behavior_logprobs,
-            "new_logprobs": new_logprobs,
             "rewards": self.rewards,
             "advantages": self.advantages,
+            **after,
             "returns": self.returns,
             "values": rollout.values,
             "ref_logprobs": self.reference.logprobs,
@@ -197,7 +209,8 @@ class Batch:
         }
         for name, numbers in per_token.items():
             if numbers is not None:
-                sample[name] = [round(x, DECIMALS) for x in numbers[row, :length].tolist()]
+                values = numbers[row, :length].tolist()
+                sample[name] = [None if math.isnan(x) else round(x, DECIMALS) for x in values]
         if self.episodes is not None:
             sample |= {"mask": rollout.mask[row, :length].int().tolist(), **episode_record(self.episodes[row])}
         if rollout.age is not None:

@@ -244,7 +244,7 @@ class PPOTrainer:
                 metrics |= limit_metrics(batch, metrics.get("kl"), self.credit, self.processes, self.record.history)
                 # 3. Update policy and critic, and give the engine their weights.
                 metrics |= self.update(number, batch, experience, metrics.get("kl"))
-                samples += self._samples(number, batch)
+                samples += self._samples(number, batch, experience)
             # 4. Evaluate and audit if due. What is returned here, `runs.loop.run` writes down.
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
@@ -289,18 +289,19 @@ class PPOTrainer:
         self.source.weights_changed()
         return metrics
 
-    def _samples(self, number: int, batch: Batch) -> list[dict[str, Any]]:
-        """This iteration's records for samples.jsonl: first rows of all processes, with log-probs after the update."""
-        run = self.args.run
-        if not run.samples:
+    def _samples(self, number: int, batch: Batch, experience: Experience) -> list[dict[str, Any]]:
+        """This iteration's records of completions: first rows of all processes, with log-probs after the update."""
+        count, first = self.args.run.samples, self.credit.first
+        if not count:
             return []
-        rollout = batch.rollout.head(max(run.samples - self.credit.first, 0))
+        rollout = batch.rollout if count == "all" else batch.rollout.head(max(count - first, 0))
+        used = self.learner.used_advantages(experience, first, self.args.rollout.batch_size)
         logprobs: Tensor = rollout.logprobs
         if len(rollout.mask) or self.pipeline.lockstep is not None:
             with self.pipeline.precision.no_grad():
                 temperature, budget = self.args.rollout.temperature, self.pipeline.budget
                 logprobs = rollout_logprobs(self.policy, rollout, temperature, budget, self.pipeline.lockstep)
-        samples = batch.samples(self.tokenizer, range(len(logprobs)), logprobs)
+        samples = batch.samples(self.tokenizer, range(len(logprobs)), logprobs, used)
         if self.processes.count > 1:
             samples = [sample for text in self.processes.texts(json.dumps(samples)) for sample in json.loads(text)]
         return [{"iteration": number, **sample} for sample in samples]
