@@ -152,7 +152,7 @@ class Run:
         try:
             import pandas
         except ImportError as error:
-            raise NotInstalled("Run.frame", "tokencredit[pandas]") from error
+            raise NotInstalled("Run.frame", "pandas") from error
         if table == "metrics":
             return pandas.DataFrame(self.metrics)
         iteration = (self.audit or {}).get("iteration")

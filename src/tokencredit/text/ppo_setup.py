@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, NotInstalled, quoted
+from tokencredit.errors import ConfigError, quoted
 from tokencredit.learn.state import trainable
 from tokencredit.report.card import model_card
 from tokencredit.runs.recorder import RunRecord
@@ -23,7 +22,7 @@ from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
-from tokencredit.text.data.datasets import from_python
+from tokencredit.text.data.datasets import from_python, require_datasets
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
@@ -68,8 +67,8 @@ def check_arguments(
         raise ConfigError(f"processing_class is {quoted(processing_class)}; it must be a Transformers tokenizer")
     if peft_config is not None:
         check_peft_config(args, peft_config)
-    if args.run.samples == "all" and find_spec("pyarrow") is None:
-        raise NotInstalled("run.samples: all", "pyarrow")
+    if args.run.samples == "all":  # pyarrow comes with it
+        require_datasets("run.samples: all")
     rows = {"train_dataset": (train, "prompts"), "eval_dataset": (held_out, "eval")}
     rows = {name: (dataset, group) for name, (dataset, group) in rows.items() if dataset is not None}
     for name, (dataset, group) in rows.items():

@@ -265,9 +265,8 @@ class PPOTrainer:
         """Sample the next batch from the current policy, and score it; errors as in `Pipeline.collect`."""
         later = max(self.args.run.iterations - len(self.record.history) - 1, 0)
         bootstrap = self.args.advantage.bootstrap
-        scored = self.pipeline.complete(
-            self.source, self.args.rollout, later, values=True, bootstrap=bootstrap, stage=self.stages
-        )
+        arguments = self.source, self.args.rollout, later
+        scored = self.pipeline.complete(*arguments, values=True, bootstrap=bootstrap, stage=self.stages)
         for metric, line in episode_events(scored.episodes or ()).items():
             if metric not in self.reported:
                 self.reported.add(metric)

@@ -139,6 +139,8 @@ def test_disk_holds_checkpoints_and_policies(plan):
     assert plan.disk["policy"] == plan.sizes.parts["kept"]["weights"] + plan.sizes.parts["kept"]["critic"]
     assert disk({"run.save_every": 0})["checkpoints"] == 0
     assert "best" in disk({"eval.every": 1})
+    assert "samples" not in plan.disk
+    assert disk({"run.samples": "all"})["samples"] == 80 * plan.work.sampled
 
 
 @pytest.mark.slow

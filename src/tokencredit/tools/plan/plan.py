@@ -30,6 +30,8 @@ USABLE = 0.9
 """Share of the memory that a plan may use; the rest is for reward models, fragments and other programs."""
 CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
 """Memory of GPUs, in GB."""
+SAMPLE_BYTES = 80
+"""Bytes per token of `run.samples: all`, about."""
 RANK = 16
 """Rank of the adapter that is proposed."""
 
@@ -76,10 +78,11 @@ class Plan:
 
     @property
     def disk(self) -> dict[str, float]:
-        """Sizes of what the run's folder will hold: checkpoints, and the models."""
+        """Sizes of what the run's folder will hold: checkpoints, the models, and every completion if all are kept."""
         run, best = self.work.config.run, self.work.config.eval.every > 0
         checkpoints = run.keep_last + best if run.save_every else 0
         sizes = {"checkpoints": checkpoints * self.sizes.checkpoint, "policy": self.sizes.saved}
+        sizes |= {"samples": SAMPLE_BYTES * self.work.sampled} if run.samples == "all" else {}
         return sizes | ({"best": self.sizes.saved} if best else {})
 
     @property
