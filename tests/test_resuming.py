@@ -40,6 +40,7 @@ pytestmark = pytest.mark.slow
 def text(folder, iterations=3, **groups):
     small = {
         "rollout": RolloutConfig(batch_size=8, max_new_tokens=6),
+        "ppo": UpdateConfig(epochs=1, minibatches=2),
         "optim": OptimConfig(schedule="cosine"),
         "run": quiet(folder, iterations, save_every=1, samples=3),
     }

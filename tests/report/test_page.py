@@ -121,7 +121,7 @@ def test_line_breaks_of_tokens_are_shown():
 @pytest.mark.parametrize("last", [1100, *proofs(3000)])
 def test_the_page_of_a_long_run_stays_small(last):
     metrics = [{"iteration": i, "seconds": 1.0} | {f"metric_{k}": i * k for k in range(40)} for i in range(1, last + 1)]
-    one = sample(tokens=24, advantages=[0.1] * 24)
+    one = sample(tokens=96, advantages=[0.1] * 96)
     samples = [one | {"iteration": i} for i in range(1, last + 1) for _ in range(8)]
     page = render(made(samples, [row | {"reward": 1.0} for row in metrics]))
     assert len(page) < 8e6

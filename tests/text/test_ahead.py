@@ -18,7 +18,7 @@ from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig, KLConfig
+from tokencredit.settings.training import EvalConfig, KLConfig, UpdateConfig
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.engines import background
 from tokencredit.text.engines.background import BackgroundSampler
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 def ahead(folder, iterations=4, max_age=1, rollout=None, **groups):
     rollout = {"batch_size": 8, "max_new_tokens": 8, "engine": "continuous", "max_age": max_age} | (rollout or {})
-    groups = {"run": quiet(folder, iterations, save_every=10)} | groups
+    groups = {"ppo": UpdateConfig(epochs=1, minibatches=1), "run": quiet(folder, iterations, save_every=10)} | groups
     return text_config(folder, rollout=RolloutConfig(**rollout), **groups)
 
 
@@ -102,7 +102,7 @@ def test_samples_have_the_age_of_each_token(tmp_path):
 
 
 def test_a_run_goes_on_where_it_was_drained(tmp_path):
-    args = ahead(tmp_path / "run", run=quiet(tmp_path / "run", 6, save_every=1))
+    args = ahead(tmp_path / "run", run=quiet(tmp_path / "run", 5, save_every=1))
     drawn = {}
 
     class Stop(Patient):
@@ -118,7 +118,7 @@ def test_a_run_goes_on_where_it_was_drained(tmp_path):
     assert not sampling_threads()
     PPOTrainer(args=args, callbacks=[Stop()]).train(resume_from_checkpoint=True)
     metrics = read_metrics(tmp_path / "run")
-    assert [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [row["iteration"] for row in metrics] == [1, 2, 3, 4, 5]
     assert metrics[3]["age_max"] == 0, "the first batch after the resume has the weights of the checkpoint"
     assert metrics[4]["age_max"] == 1
     assert len(drawn[4]) == 2

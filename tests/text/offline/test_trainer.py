@@ -61,12 +61,12 @@ def options(folder, file, **more):
 @pytest.mark.parametrize("command", ["sft", "reward-model", *proofs("dpo")])
 def test_a_run_learns_and_leaves_a_run_folder(command, data, tmp_path, capsys):
     folder = tmp_path / "run"
-    assert main([command, *options(folder, data[command], **{"data.held_out": 0.25, "run.iterations": 12})]) == 0
+    assert main([command, *options(folder, data[command], **{"data.held_out": 0.25, "run.iterations": 8})]) == 0
     shown = capsys.readouterr().out
     assert "data    9 rows of" in shown
     assert "3 held out" in shown
     run = read_run(folder)
-    assert [row["iteration"] for row in run.metrics] == list(range(1, 13))
+    assert [row["iteration"] for row in run.metrics] == list(range(1, 9))
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"]
     assert run.metrics[-1]["eval/loss"] < run.metrics[0]["loss"]
     assert "eval/loss" not in run.metrics[0]

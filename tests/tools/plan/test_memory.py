@@ -17,7 +17,7 @@ from tokencredit.tools.plan.work import plan_work
 
 SMALL = {"rollout.batch_size": 8, "rollout.max_new_tokens": 12, "model.dtype": "float32", "run.iterations": 3}
 SMALL |= {"reward": [{"function": "length"}], "rollout.stop_at_eos": False}
-SIZES = {"vocab_size": 997, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {"vocab_size": 997, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDER = {"intermediate_size": 112, "num_key_value_heads": 2, "head_dim": 16}
 FAMILIES = {
     "gpt2": {},
@@ -102,17 +102,17 @@ def test_the_tensors_of_a_run_have_the_planned_sizes(settings, tmp_path):
 
 def test_a_growing_cache_has_the_capacity_of_a_real_one(tmp_path):
     work = family("llama", tmp_path)
-    # 12 tokens and 64 more hold all 32; 3 layers of keys and values, 2 heads of 16.
-    assert measure(work).parts["rollout"]["KV cache"] == 8 * 76 * 3 * 2 * 2 * 16 * 4
+    # 12 tokens and 64 more hold all 32; 2 layers of keys and values, 2 heads of 16.
+    assert measure(work).parts["rollout"]["KV cache"] == 8 * 76 * 2 * 2 * 2 * 16 * 4
 
 
 def test_micro_batches_and_checkpointing_lower_the_update(tmp_path):
     plain, micro, both = (
         sum(measure(family("llama", tmp_path, settings, device="cuda")).parts["update"].values())
         for settings in (
-            {"rollout.max_new_tokens": 200},
-            {"rollout.max_new_tokens": 200, "ppo.micro_batch_tokens": 450},
-            {"rollout.max_new_tokens": 200, "ppo.micro_batch_tokens": 450, "model.gradient_checkpointing": True},
+            {"rollout.max_new_tokens": 100},
+            {"rollout.max_new_tokens": 100, "ppo.micro_batch_tokens": 230},
+            {"rollout.max_new_tokens": 100, "ppo.micro_batch_tokens": 230, "model.gradient_checkpointing": True},
         )
     )
     assert plain > 2 * micro > 2 * both
