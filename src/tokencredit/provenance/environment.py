@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ MAX_FILES = 20
 
 def environment() -> dict[str, Any]:
     """Versions, platform, command and repository of this process, as JSON; what is not known is left out."""
-    here = repository(Path(__file__).parent)
-    user = repository(Path.cwd())
+    ours, users = _top(Path(__file__)), _top(Path.cwd())
+    here = repository(ours) if ours else None
     found = {
         "versions": {"python": platform.python_version()} | {name: x for name in PACKAGES if (x := _version(name))},
         "tokencredit": here if here is not None and Path(here["folder"], "src/tokencredit").is_dir() else None,
@@ -28,7 +29,7 @@ def environment() -> dict[str, Any]:
         "processor": processor(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv[0] else None,
         "script": getattr(sys.modules["__main__"], "__file__", None),
-        "repository": user if user != here else None,
+        "repository": repository(users) if users and users != ours else None,
         "started": now(),
     }
     return {name: value for name, value in found.items() if value}
@@ -48,13 +49,20 @@ def processor() -> str:
 
 def repository(folder: Path) -> dict[str, Any] | None:
     """The Git repository of a folder: its folder, commit and files with changes; None without one."""
-    top, commit = _git(folder, "rev-parse", "--show-toplevel"), _git(folder, "rev-parse", "HEAD")
+    top, commit = _top(folder), _git(folder, "rev-parse", "HEAD")
     if not top or not commit:
         return None
     changed = [line[3:] for line in (_git(folder, "status", "--porcelain") or "").splitlines()]
-    return {"folder": top, "commit": commit, "changed": changed[:MAX_FILES], "changed_files": len(changed)}
+    return {"folder": str(top), "commit": commit, "changed": changed[:MAX_FILES], "changed_files": len(changed)}
 
 
+def _top(place: Path) -> Path | None:
+    """The folder of the Git repository that a place is in."""
+    place = place.resolve()
+    return next((folder for folder in (place, *place.parents) if (folder / ".git").exists()), None)
+
+
+@cache
 def _version(name: str) -> str | None:
     try:
         return version(name)
