@@ -83,6 +83,15 @@ def test_what_a_function_reads_counts(monkeypatch, name, value):
         assert describe(Lexicon(1))["digest"] != digests[1]
 
 
+def test_a_variable_without_a_value_yet_is_no_argument():
+    def reward(completions):
+        return trainer.score(completions)
+
+    assert "arguments" not in describe(reward)
+    trainer = Lexicon(1)
+    assert "trainer" in describe(reward)["arguments"]
+
+
 def test_weights_of_a_module_count():
     module = torch.nn.Linear(2, 2)
     before = describe(module)

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 LIBRARIES = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
@@ -177,7 +177,8 @@ def _variables(code: Any) -> dict[str, Any]:
     if not isinstance(code, FunctionType):
         return {}
     defaults = {name: p.default for name, p in inspect.signature(code).parameters.items() if p.default is not p.empty}
-    return defaults | dict(inspect.getclosurevars(code).nonlocals)
+    cells = zip(code.__code__.co_freevars, code.__closure__ or (), strict=True)
+    return defaults | {name: cell.cell_contents for name, cell in cells if cell != CellType()}  # no value yet
 
 
 def _codes(code: Any) -> Iterator[CodeType]:
