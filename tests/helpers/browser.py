@@ -8,6 +8,11 @@ def complaints(browser):
     return [entry["message"] for entry in browser.get_log("browser")]
 
 
+def draw_all(browser):
+    """Draw every curve of the page, as printing does; else those near the window are drawn."""
+    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+
+
 def requests(browser):
     """The addresses asked for since the last call."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]

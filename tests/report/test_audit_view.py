@@ -12,6 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from helpers.browser import draw_all
 from helpers.files import data_of
 from tokencredit.report import audit_view, page
 from tokencredit.report.reading import read_run
@@ -213,6 +214,7 @@ def test_the_browser_shows_the_truth_below_the_shown_advantage(browser, audited_
 
 def test_a_metric_of_few_iterations_is_drawn_with_marks(browser, audited_folder):
     opened(browser, audited_folder, read=True)
+    draw_all(browser)
     charts = browser.execute_script(
         "return [...document.querySelectorAll('#plots .js-plotly-plot')].map(({ layout, data }) => "
         "[layout.title.text, data.map(({ mode, connectgaps }) => [mode, connectgaps])])"

@@ -7,8 +7,9 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
+from selenium.webdriver.support.ui import WebDriverWait
 
-from helpers.browser import complaints, contrast, requests
+from helpers.browser import complaints, contrast, draw_all, requests
 from helpers.files import read_jsonl
 from helpers.proofs import proofs
 from tokencredit.report.page import write_report
@@ -40,11 +41,13 @@ def colours(browser):
 def test_the_page_opens_without_console_messages_or_requests(browser, run_folder):
     requests(browser)
     opened(browser, run_folder)
+    draw_all(browser)
     assert complaints(browser) == []
     asked = requests(browser)
     assert asked
     assert all(url.startswith(("file:", "data:", "blob:", "chrome:")) for url in asked), asked
-    assert browser.find_elements(By.CSS_SELECTOR, "#plots .main-svg")
+    boxes = browser.find_elements(By.CSS_SELECTOR, "#plots .plots > div")
+    assert len(boxes) == len(browser.find_elements(By.CSS_SELECTOR, "#plots .plots > .js-plotly-plot")) > 20
 
 
 def test_the_credit_view_says_what_the_samples_say(browser, run_folder):
@@ -137,6 +140,7 @@ def test_a_single_evaluation_is_visible_and_names_of_metrics_are_text(browser, r
     assert traces == [["reward", "lines"], ["eval/reward", "lines+markers"]]
     points = browser.find_elements(By.CSS_SELECTOR, "#headline .scatterlayer path.point")
     assert [point.is_displayed() for point in points] == [True]
+    draw_all(browser)
     legends = [text.get_attribute("textContent") for text in browser.find_elements(By.CSS_SELECTOR, ".legendtext")]
     assert "reward/<b>x</b>&lt;" in legends
 
@@ -221,6 +225,11 @@ def test_reward_and_completions_are_on_the_first_screen(browser, run_folder, vie
     after = next(s for s in samples if s["iteration"] == 3)
     shown = browser.find_elements(By.CSS_SELECTOR, "#compared p")[1].get_attribute("textContent")
     assert shown.startswith(two_digits(round(after["reward"], 4)))
+    # The curves, further down, are drawn once they come near.
+    drawn = (By.CSS_SELECTOR, "#plots .main-svg")
+    assert not browser.find_elements(*drawn)
+    browser.execute_script("document.getElementById('plots').scrollIntoView()")
+    assert WebDriverWait(browser, 10, 0.05).until(lambda page: page.find_elements(*drawn))
 
 
 @pytest.mark.proof

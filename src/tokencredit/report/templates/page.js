@@ -251,34 +251,42 @@ function smooth(values, width) {
   });
 }
 
-function plots() {
-  const boxes = headline ? [{ chart: headline, box: by("headline") }] : [];
-  for (const { title, charts } of curves) {
+function plots() { // curves are drawn as they come near the window: all of them at once take seconds
+  const charts = new Map(headline ? [[by("headline"), headline]] : []), near = new Set(charts.keys());
+  for (const { title, charts: found } of curves) {
     const grid = make("div", { className: "plots" });
     by("plots").append(make("h3", { textContent: title }), grid);
-    for (const chart of charts) boxes.push({ chart, box: grid.appendChild(make("div")) });
+    for (const chart of found) charts.set(grid.appendChild(make("div")), chart);
   }
-  function draw() {
-    const width = Number(by("smooth").value);
-    by("smoothed").textContent = width;
-    for (const { chart, box } of boxes) {
-      const traces = chart.lines.map(({ name, x, y }) => {
-        const rare = y.some((value, i) => known(value) && !known(y[i - 1]) && !known(y[i + 1])); // evaluations, audits
-        const means = smooth(y, width);
-        return { name: plain(name), x, y: means, mode: rare ? "lines+markers" : "lines", connectgaps: rare, type: "scatter",
-          text: means.map(format), hovertemplate: "%{text}" };
-      });
-      plot(box, traces, {
-        title: { text: plain(chart.title), font: { size: 14 } }, margin: { l: 60, r: 10, t: 36, b: box.id ? 50 : 30 }, showlegend: traces.length > 1,
-        shapes: changes.map(({ x }) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1 } })),
-        annotations: changes.map(({ x, text }) => ({ x, y: 1, yref: "paper", text: "changed", hovertext: plain(text), showarrow: false, font: { size: 10 } })),
-        legend: { orientation: "h", y: -0.2, font: { size: 11 } }, xaxis: box.id ? { title: { text: "iteration" } } : {}, yaxis: { exponentformat: "none" },
-      });
-    }
+  function draw(box) {
+    const width = Number(by("smooth").value), state = `${width} ${dark.matches}`, chart = charts.get(box);
+    if (box.state === state) return;
+    box.state = state;
+    const traces = chart.lines.map(({ name, x, y }) => {
+      const rare = y.some((value, i) => known(value) && !known(y[i - 1]) && !known(y[i + 1])); // evaluations, audits
+      const means = smooth(y, width);
+      return { name: plain(name), x, y: means, mode: rare ? "lines+markers" : "lines", connectgaps: rare, type: "scatter",
+        text: means.map(format), hovertemplate: "%{text}" };
+    });
+    plot(box, traces, {
+      title: { text: plain(chart.title), font: { size: 14 } }, margin: { l: 60, r: 10, t: 36, b: box.id ? 50 : 30 }, showlegend: traces.length > 1,
+      shapes: changes.map(({ x }) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1 } })),
+      annotations: changes.map(({ x, text }) => ({ x, y: 1, yref: "paper", text: "changed", hovertext: plain(text), showarrow: false, font: { size: 10 } })),
+      legend: { orientation: "h", y: -0.2, font: { size: 11 } }, xaxis: box.id ? { title: { text: "iteration" } } : {}, yaxis: { exponentformat: "none" },
+    });
   }
-  by("smooth").addEventListener("input", draw);
-  dark.addEventListener("change", draw);
-  draw();
+  function change() {
+    by("smoothed").textContent = by("smooth").value;
+    near.forEach(draw);
+  }
+  const watch = new IntersectionObserver((seen) => seen.forEach(({ target, isIntersecting }) => {
+    if (isIntersecting) { near.add(target); draw(target); } else near.delete(target);
+  }), { rootMargin: "50%" });
+  for (const box of charts.keys()) if (!near.has(box)) watch.observe(box);
+  by("smooth").addEventListener("input", change);
+  dark.addEventListener("change", change);
+  addEventListener("beforeprint", () => [...charts.keys()].forEach(draw));
+  change();
 }
 
 if (views.length) { creditView(); whatIf(); }
