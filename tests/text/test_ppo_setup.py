@@ -180,11 +180,16 @@ def lines(trainer):
 def test_the_defaults_in_a_few_lines(tmp_path):
     policy = tc.PPOTrainer(args=summarized(tmp_path / "run"))
     size = sum(p.numel() for p in policy.policy.lm.parameters()) / 1e6
+    # By hand: prefixes with half a completion on average, beside the policy's passes over whole texts.
+    reader = policy.pipeline.terms[0].function.model
+    read = sum(p.numel() for p in reader.parameters()) - reader.get_input_embeddings().weight.numel()
+    prompt, passes = float(policy.prompts.batch(0, 1).mask.sum()), 2 + 3 * policy.args.ppo.epochs
+    cost = f" ({4 * (prompt + 2) * read / ((prompt + 4) * size * 1e6 * passes):.2g} of the policy's passes)"
     assert lines(policy) == [
         ("model", f"builtin:reviews, {size:.3g} million parameters"),
         ("prompts", "1: This movie was really"),
         ("reward", "P(NEGATIVE) of builtin:reviews"),
-        ("values", "returns fitted to the reward's score of each prefix, and the critic for the rest"),
+        ("values", f"returns fitted to the reward's score of each prefix{cost}, and the critic for the rest"),
         ("device", f"{policy.processes.device}, float32"),
         ("run", f"{tmp_path / 'run'}, 1 iterations of 4 completions"),
     ]

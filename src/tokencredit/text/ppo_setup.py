@@ -23,6 +23,7 @@ from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.datasets import from_python, require_datasets
+from tokencredit.text.data.prefixes import Reading, scoring
 from tokencredit.text.data.prompts import Prompts, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
@@ -348,7 +349,11 @@ def overview(
         yield "reward", term if weight == 1 else f"{weight:g} × {term}"
     if (every := pipeline.prefix_every) and args.critic.ours:
         each = "each prefix" if every == 1 else f"one prefix in {every}"
-        yield "values", f"returns fitted to the reward's score of {each}, and the critic for the rest"
+        assert isinstance(prompts, Prompts)
+        share = Reading.of(args, scoring(pipeline.terms), lm, prompts).share(every)
+        most = -(-args.rollout.max_new_tokens // every)
+        cost = f"{share:.2g} of the policy's passes" if share else f"at most {most:,} per completion"
+        yield "values", f"returns fitted to the reward's score of {each} ({cost}), and the critic for the rest"
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""
     jobs = f", {processes.count} processes" if processes.count > 1 else ""
     yield "device", f"{precision.device}{gpu}, {precision.dtype}{jobs}"

@@ -49,7 +49,7 @@ def test_the_table_says_how_much_when_and_where(capsys, tmp_path):
     )
     assert plan["seconds"] is None
     assert plan["memory"]["save"]["a file of the checkpoint"] == 2 * 12 * plan["trained"] / 2, "processes share it"
-    assert any(line.startswith("assumed   not planned: rewards, environments") for line in lines)
+    assert any(line.startswith("assumed   not planned: the time of rewards and environments") for line in lines)
     assert not any(line.startswith("time") for line in lines)
 
 

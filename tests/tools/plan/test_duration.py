@@ -36,6 +36,10 @@ def test_a_full_pass_follows_a_rollout_in_bfloat16_and_a_separate_critic_has_its
     assert seconds["update"] == pytest.approx(3 * (4 * 5 + 2 * 0.5) + 2 * (3 * 4 * 1.5 + 2 * 0.5))
 
 
+def test_scores_of_prefixes_take_their_share_of_the_policys_passes():
+    assert stage_seconds(work_of(), TIMINGS, rows=4, prefixes=0.5)["prefixes"] == pytest.approx(4 * 2 / 2)
+
+
 def test_bytes_that_processes_exchange():
     sizes = Sizes({"kept": {"weights": 4.0, "critic": 1.0}}, parameters=1, trained=5, saved=0, checkpoint=0)
     assert exchanged_bytes(work_of(processes=2), sizes) == 6 * 4 * 5

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,9 @@ def choose_spacing(
     if every == "auto" and before is not None:
         every = before
     if every == "auto":
-        every = _affordable(args, found, lm, rows) if isinstance(rows, Prompts) and of_texts and found else 0
+        every = 0
+        if isinstance(rows, Prompts) and of_texts and found:
+            every = Reading.of(args, found, lm, rows).spacing()
     if every and isinstance(rows, Tasks):
         raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
     if every and not found:
@@ -98,18 +100,51 @@ def choose_spacing(
     return args if same else replace(args, critic=replace(args.critic, prefix_every=every))
 
 
-def _affordable(args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Prompts) -> int:
-    """The smallest spacing whose cost is at most `SHARE`, from the weights that tokens meet and the longest texts.
+class Reading(NamedTuple):
+    """Work of reading the prefixes of a completion, in tokens times the weights that each meets."""
 
-    A prefix has the whole prompt and, on average, half of the completion.
-    """
-    longest, prompts = args.rollout.max_new_tokens, rows.batch(0, min(args.rollout.batch_size, SHOWN))
-    prompt = float(prompts.mask.sum(1).float().mean())
-    policy = (prompt + longest) * work(lm) * (2 + 3 * args.ppo.epochs)
-    readers: list[Any] = [term.function for term in terms if isinstance(term.function, Reader)]
-    apart = [x for x in readers if not (x.shares and (x.limit is None or prompt + longest <= x.limit))]
-    reading = longest * (prompt + longest / 2) * sum(work(reader.model) for reader in apart)
-    return max(1, math.ceil(reading / (SHARE * policy)))
+    apart: float
+    """Of all prefixes by models that read each one by itself: the prompt and, on average, half of the completion."""
+    together: float
+    """By causal models that read them in one pass."""
+    policy: float
+    """Of the policy's passes."""
+
+    @classmethod
+    def of(cls, args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, rows: Prompts) -> Reading:
+        """The work for the longest completions of the first prompts, by the models of these terms."""
+        prompts = rows.batch(0, min(args.rollout.batch_size, SHOWN))
+        readers: list[Any] = [term.function for term in terms if isinstance(term.function, Reader)]
+        models = [(work(reader.model), reader.limit if reader.shares else 0) for reader in readers]
+        prompt = float(prompts.mask.sum(1).float().mean())
+        return cls.estimate(models, work(lm) * policy_passes(args), prompt, args.rollout.max_new_tokens)
+
+    @classmethod
+    def estimate(cls, models: Sequence[tuple[int, int | None]], policy: int, prompt: float, new: int) -> Reading:
+        """The work for a completion of `new` tokens.
+
+        Args:
+            models: of each its weights, and the longest text that it reads in one pass with its prefixes, None for any.
+            policy: the policy's weights, times its passes.
+            prompt: tokens of the prompt.
+            new: tokens of the completion.
+        """
+        together = sum(weights for weights, limit in models if limit is None or prompt + new <= limit)
+        apart = sum(weights for weights, _ in models) - together
+        return cls(new * (prompt + new / 2) * apart, (prompt + new) * together, (prompt + new) * policy)
+
+    def spacing(self) -> int:
+        """The smallest spacing at which models that read prefixes by themselves cost at most `SHARE`."""
+        return max(1, math.ceil(self.apart / (SHARE * self.policy)))
+
+    def share(self, every: int) -> float:
+        """The cost of every `every`-th prefix, as a share of the policy's passes."""
+        return (self.apart / every + self.together) / self.policy
+
+
+def policy_passes(args: PPOConfig) -> int:
+    """Passes of the policy per iteration, in forward passes: a sampling step, the reference's, and three per epoch."""
+    return 2 + 3 * args.ppo.epochs
 
 
 def work(model: PreTrainedModel) -> int:

@@ -136,14 +136,7 @@ class Reader:
 
         A model whose layers see a window only is none: the mask of a tree would show them everything before a token.
         """
-        config: Any = self.model.config.get_text_config()
-        layers = set(getattr(config, "layer_types", None) or ())
-        windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-        if (
-            windowed
-            or layers - {"full_attention"}
-            or not isinstance(getattr(self.model, "score", None), torch.nn.Module)
-        ):
+        if not may_share(self.model):
             return False
         texts = [self._read_part(self.encode("", text)) for text in ("Yes", "Yes and no", "Yes and then")]
         alone = torch.cat([self._read([text]) for text in texts])
@@ -302,6 +295,14 @@ def _check_head(name: str, folder: str, model: PreTrainedModel, loaded: Mapping[
         f"{name!r} is a causal language model with a value head ({', '.join(heads)}), not a sequence classifier; to "
         f'reward by it, save its weight as {missing} in model.safetensors, and set "num_labels": 1 in config.json'
     )
+
+
+def may_share(model: PreTrainedModel) -> bool:
+    """True for a model with the head of a causal one, and without a window."""
+    config: Any = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ())
+    windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    return not windowed and layers <= {"full_attention"} and isinstance(getattr(model, "score", None), torch.nn.Module)
 
 
 def context(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:

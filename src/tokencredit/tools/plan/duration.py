@@ -34,19 +34,22 @@ def estimate(work: Work, sizes: Sizes) -> dict[str, float]:
     if on_cpu:
         rows = max(1, min(rows, TOKENS // work.mean.length))
     with threads(max(1, torch.get_num_threads() // work.processes) if on_cpu else None):
-        stages = stage_seconds(work, timed(work, Processes().device, rows), rows)
+        stages = stage_seconds(work, timed(work, Processes().device, rows), rows, sizes.prefixes)
     if work.processes > 1 and on_cpu:
         stages["communication"] = exchanged_bytes(work, sizes) / ALL_REDUCE
     return stages
 
 
-def stage_seconds(work: Work, timings: Mapping[str, float], rows: int) -> dict[str, float]:
+def stage_seconds(
+    work: Work, timings: Mapping[str, float], rows: int, prefixes: float | None = None
+) -> dict[str, float]:
     """Seconds of each stage of an iteration.
 
     With R rows per process, r rows per timed pass, and passes of similar speed per row: a pass over all rows takes
     R / r times as long as the timed one. The rollout is a pass over the prompts and a decoding step per further token,
     as long as with half of the completion in the cache; in bfloat16 a full pass follows. A backward pass takes twice as
-    long as a forward pass, which counts for the training of a separate critic alone.
+    long as a forward pass, which counts for the training of a separate critic alone. Reward models that score prefixes
+    are as fast as the policy, per weight that a token meets.
     """
     batch, config, minibatches = work.mean, work.config, work.config.ppo.minibatches
     passes = {name: batch.rows / rows * seconds for name, seconds in timings.items()}
@@ -57,6 +60,7 @@ def stage_seconds(work: Work, timings: Mapping[str, float], rows: int) -> dict[s
     return {
         "rollout": prompts + (batch.new - 1) * timings["step"] + passes["scoring"] * work.half + critic * own,
         "reference": passes.get("reference", 0.0),
+        **({} if prefixes is None else {"prefixes": prefixes * passes["scoring"]}),
         "update": config.ppo.epochs * (passes["training"] + steps) + alone,
     }
 

@@ -10,7 +10,7 @@ import gc
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +27,12 @@ from transformers import masking_utils
 from tokencredit.core import logprobs
 from tokencredit.learn.state import trainable
 from tokencredit.runs.tensor_files import file_numbers
+from tokencredit.text.data.prefixes import work as weights
 from tokencredit.text.models import actor_critic
 from tokencredit.text.models.actor_critic import Extent, Inputs
 from tokencredit.text.models.architecture import layers_of, trunk_of
 from tokencredit.text.models.kv_cache import SpareCapacityLayer
-from tokencredit.tools.plan.passes import SkeletonPasses
+from tokencredit.tools.plan.passes import RewardSkeleton, SkeletonPasses, prefix_passes, reward_skeletons
 from tokencredit.tools.plan.work import Work
 
 SERIALIZED = 2
@@ -59,6 +60,8 @@ class Sizes:
     """Bytes of the saved policy and critic: an adapter without the model below it."""
     checkpoint: float
     """Bytes of a checkpoint: trained weights and moments."""
+    prefixes: float | None = None
+    """Work of reward models that score prefixes, in forward passes of the policy; None if they score none."""
 
 
 def measure(work: Work) -> Sizes:
@@ -66,6 +69,8 @@ def measure(work: Work) -> Sizes:
     with fake_device(work):
         passes = SkeletonPasses(work, torch.device("cpu"))
         policy, reference, state = passes.policy, passes.reference, optimizer_state(passes)
+        readers = reward_skeletons(work)
+        of_rewards = [p for reader in readers for p in reader.model.parameters()]
         lm, critic = list(policy.lm.parameters()), [] if policy.critic is None else list(policy.critic.parameters())
         own = [] if reference is None else list(reference.parameters())
         adapted = any(not p.requires_grad for p in lm)
@@ -83,13 +88,15 @@ def measure(work: Work) -> Sizes:
             "critic": share(critic),
             "moments": sum(share(moments, of=p) for p, moments in state.items()),
             "reference": share(own),
+            "reward models": nbytes(of_rewards),
             "DDP buckets": 0.0 if work.sharded or work.processes == 1 else nbytes(state),
             "experience": float(work.batch.rows * work.batch.length * (EXPERIENCE + 4 * work.reference_width)),
         }
-        with LiveMemory(work, [*lm, *critic, *own, *policy.buffers()]) as live:
+        with LiveMemory(work, [*lm, *critic, *own, *of_rewards, *policy.buffers()]) as live:
             rollout, scoring = sampling_parts(live, passes), scoring_parts(live, passes)
             update = update_parts(live, passes, elsewhere=nbytes(state) - share(state))
-        parts = {"kept": kept, "rollout": rollout, "scoring": scoring, "update": update}
+            reward = reward_parts(live, readers)
+        parts = {"kept": kept, "rollout": rollout, "scoring": scoring, **reward, "update": update}
         if work.device == "cpu":
             # PyTorch's writer makes a file in RAM before it writes it. The C library keeps the update's small tensors.
             parts["save"] = {"a file of the checkpoint": SERIALIZED * largest_file(state) / work.processes}
@@ -100,6 +107,7 @@ def measure(work: Work) -> Sizes:
             trained=sum(p.numel() for p in state),
             saved=nbytes([*(trainable(policy.lm) if adapted else lm), *critic]),
             checkpoint=nbytes(state) + sum(nbytes(moments) for moments in state.values()),
+            prefixes=prefix_passes(work, readers, weights(policy.lm)),
         )
 
 
@@ -191,6 +199,16 @@ def scoring_parts(live: LiveMemory, passes: SkeletonPasses) -> dict[str, float]:
     if passes.policy.critic is not None:
         passes.value(inputs)
     return {"activations": live.resident} | beside_passes(passes)
+
+
+def reward_parts(live: LiveMemory, readers: Sequence[RewardSkeleton]) -> dict[str, dict[str, float]]:
+    """A batch of the longest texts, or of their prefixes, in the reward model that takes most; empty without one."""
+    sizes = []
+    for reader in readers:
+        live.reset()
+        reader.read(live.work.batch.length + 1)
+        sizes.append(live.resident)
+    return {"reward": {"activations": max(sizes)}} if sizes else {}
 
 
 def update_parts(live: LiveMemory, passes: SkeletonPasses, elsewhere: float) -> dict[str, float]:

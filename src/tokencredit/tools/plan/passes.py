@@ -4,19 +4,28 @@ fake tensors."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.training_mode import disable_noise, training, training_modules
+from tokencredit.settings.data import ClassifierTerm, RewardModelTerm
 from tokencredit.settings.model import ModelConfig
+from tokencredit.text.data.prefixes import Reading, policy_passes
+from tokencredit.text.data.prefixes import work as weights
 from tokencredit.text.engines.local.sampling import Decoding
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding, static_obstacle
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
@@ -24,12 +33,14 @@ from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of
 from tokencredit.text.models.critic import build_critic, saved_start
 from tokencredit.text.models.kv_cache import steps_of
-from tokencredit.text.models.model_loading import as_config_error, base_model, fuse_gelu, resolve
+from tokencredit.text.models.model_loading import as_config_error, base_model, fuse_gelu, read_tokenizer, resolve
 from tokencredit.text.models.peft_models import saved_config
 from tokencredit.text.models.precision import Precision, round_frozen
 from tokencredit.text.models.run_models import Models, enable_checkpointing
 from tokencredit.text.ppo_learner import build_learner
+from tokencredit.text.rewards.reward_models import context, may_share
 from tokencredit.tools.plan.work import BatchShape, Work, base_config
+from tokencredit.user_code.parts import read_by_parts
 
 
 def build_skeletons(work: Work) -> tuple[ActorCritic, ActorCritic | None]:
@@ -86,6 +97,53 @@ def critic_trunk(work: Work) -> PreTrainedModel:
     if (limit := layer_limit(args.layers, trunk)) is not None:
         cut_layers(trunk, limit)
     return trunk
+
+
+class RewardSkeleton(NamedTuple):
+    """A reward model of this configuration, without its weights."""
+
+    model: PreTrainedModel
+    batch_size: int
+    limit: int | None
+    """Longest text in tokens."""
+    prefix: bool
+    """Its scores of prefixes count, if anything reads them."""
+
+    def read(self, length: int) -> None:
+        """A batch of texts of so many tokens."""
+        ids = torch.ones(self.batch_size, min(length, self.limit or length), dtype=torch.long)
+        with torch.no_grad():
+            self.model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+def reward_skeletons(work: Work) -> list[RewardSkeleton]:
+    """The classifiers and reward models of the configured terms."""
+    skeletons = []
+    for term in work.config.reward:
+        if not isinstance(term, ClassifierTerm | RewardModelTerm):
+            continue
+        source = term.classifier if isinstance(term, ClassifierTerm) else term.reward_model
+        folder = resolve(source, "sentiment")
+        with as_config_error(f"a classifier from {source!r}"):
+            config = AutoConfig.from_pretrained(folder)
+            config.pad_token_id = config.pad_token_id or 0
+            model = AutoModelForSequenceClassification.from_config(config, dtype=getattr(torch, term.dtype)).eval()
+            limit = context(model, read_tokenizer(source, folder))
+        skeletons.append(RewardSkeleton(model, term.batch_size, limit, term.weight != 0))
+    return skeletons
+
+
+def prefix_passes(work: Work, readers: Sequence[RewardSkeleton], policy: int) -> float | None:
+    """The work of scoring prefixes, in forward passes of a policy with so many weights; None if none are scored."""
+    config, every = work.config, work.config.critic.prefix_every
+    off = every == 0 or not (config.critic.ours or "prefix_scores" in read_by_parts(config))
+    if off or config.advantage.bootstrap or config.several_turns() or not any(reader.prefix for reader in readers):
+        return None
+    models = [(weights(x.model), x.limit if may_share(x.model) else 0) for x in readers if x.prefix]
+    prompt, passes = float(work.mean.prompt), policy_passes(config)
+    if every == "auto":
+        every = Reading.estimate(models, policy * passes, prompt, config.rollout.max_new_tokens).spacing()
+    return Reading.estimate(models, policy, prompt, work.mean.new).share(every)
 
 
 class SumOfLogprobs:

@@ -27,7 +27,9 @@ from tokencredit.text.ppo_setup import check_batch_size
 SURVEYED = 1024
 """Prompts whose tokens are counted; a data set's further ones are taken to be alike."""
 Device = Literal["cpu", "cuda"]
-UNPLANNED = "not planned: rewards, environments, engines other than local, evaluations, pretraining, compiling"
+UNPLANNED = (
+    "not planned: the time of rewards and environments, engines other than local, evaluations, pretraining, compiling"
+)
 
 
 @dataclass(frozen=True)
