@@ -322,8 +322,8 @@ def in_python(kind, settings):
         *groups, name = key.split(".")
         group = config
         for part in groups:
-            group = getattr(group, part)
-        setattr(group, name, value)
+            owner, at, group = group, part, getattr(group, part)
+        setattr(owner, at, {name: value}) if isinstance(group, dict) else setattr(group, name, value)
     if "reward" in settings:
         config.reward = built(kind, settings).reward
     return replace(config)

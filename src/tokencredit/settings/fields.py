@@ -260,6 +260,8 @@ def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
         rows: the arguments of `ROWS` that are given, or may be.
     """
     settings, declared = flat(plain(config, named=False)), settings_of(config.__class__)
+    # A dict is one setting, whatever its keys.
+    settings |= {key: operator.attrgetter(key)(config) for key, x in declared.items() if get_origin(x.hint) is dict}
     for key, why in unused(config.__class__, settings, rows).items():
         if settings[key] not in (declared[key].own, declared[key].default):
             raise ConfigError(f"{key} is {quoted(settings[key])}, which has no effect {why}; leave it out")
