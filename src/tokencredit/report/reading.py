@@ -117,7 +117,7 @@ class Run:
     numbers."""
     samples: list[dict[str, Any]] = field(repr=False)
     """Completions token by token, as `text.batch` describes them, of at most `ITERATIONS`; empty for an agent."""
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(repr=False)
     """Empty while the run is training."""
     audit: dict[str, Any] | None = field(default=None, repr=False)
     """The newest audit, as `AUDIT_FILE` describes it; None if there is none."""
