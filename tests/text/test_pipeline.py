@@ -26,7 +26,7 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.rewards.calls import Term
+from tokencredit.text.rewards.calls import RewardError, Term
 from tokencredit.text.rewards.reward_models import Classifier, load
 from tokencredit.text.rollout_passes import evaluate_rollout
 
@@ -113,6 +113,13 @@ def test_a_batch_with_a_non_finite_reward_is_unusable(tmp_path):
     with pytest.raises(UnusableBatch, match="reward term 'odd' is nan") as caught:
         trainer.collect()
     assert len(caught.value.texts) == len(caught.value.rollout.mask) == 4
+
+
+def test_a_batch_that_no_term_scores_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.pipeline.terms = [Term("odd", 1.0, lambda completions, **_: [None] * len(completions))]
+    with pytest.raises(RewardError, match="no reward term scored any completion: odd returned None for all"):
+        trainer.collect()
 
 
 CHAT = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{% endfor %}"

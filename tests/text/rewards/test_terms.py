@@ -380,7 +380,6 @@ def test_a_function_that_raises_on_the_whole_only():
         ([1.0, "good"], r"reward term 'odd' is 'good' for the text 'This movie was really awful.*it must be a number"),
         ([[1.0, 2.0], [1.0]], r"'odd' gave a list of 1 for the 3 tokens of the text 'This movie was really awful"),
         ([[1.0, None], None], r"'odd' is None for the text .*wonderful"),
-        ([None, None], r"no reward term scored any completion: odd returned None for all"),
     ],
 )
 def test_results_that_are_no_rewards(result, message):

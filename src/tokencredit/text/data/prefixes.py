@@ -185,7 +185,7 @@ def prefix_scores(
     chosen = prompts.select([row for row, _ in distinct])
     columns = {**chosen.columns, "completion_ids": ids}
     found, lengths = scoring(terms), [start for _, start in distinct]
-    scores = score(found, chosen.questions(), chosen.answers(texts), columns, lengths, some=False)
+    scores = score(found, chosen.questions(), chosen.answers(texts), columns, lengths)
     if scores.dense is not None:
         names = " and ".join(repr(term.name) for term in found)
         raise RewardError(f"reward term {names} scores prefixes, and gave a number per token; leave out prefix: true")

@@ -176,7 +176,6 @@ def score(
     lengths: Sequence[int],
     *,
     finite: bool = True,
-    some: bool = True,
     started: Mapping[str, PendingCall] | None = None,
 ) -> Scores:
     """Score completions by all terms.
@@ -191,12 +190,11 @@ def score(
         columns: further arguments that functions may take by name, one entry per completion.
         lengths: sampled tokens of each completion, the end-of-sequence token included.
         finite: raise for numbers that are not finite, instead of returning them.
-        some: raise if all values are None.
         started: calls from `start_calls`.
 
     Raises:
         RewardError: after all retries, a function raised, exceeded its timeout, or returned something other than a
-            number, None or a list of `lengths[i]` numbers for each completion; or all values are None.
+            number, None or a list of `lengths[i]` numbers for each completion.
         NonFiniteScore: a number is NaN or infinite, or their sum is in float32, unless `finite` is false.
         ConfigError: a function requires a column that does not exist.
     """
@@ -206,8 +204,6 @@ def score(
     for term in terms:
         term.scored += len(completions)
     values = {term.name: call() for term, call in zip(terms, calls, strict=True)}
-    if some and not any(value is not None for column in values.values() for value in column):
-        raise RewardError(f"no reward term scored any completion: {', '.join(values)} returned None for all of them")
     return _add(terms, values, lengths, finite)
 
 
