@@ -20,7 +20,7 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import ControlConfig, EnvConfig
 
 SETTINGS = {
-    "env": {"id": "InvertedPendulum-v5", "number": 4, "normalize_observations": True, "normalize_rewards": True},
+    "env": {"id": "CartPole-v1", "number": 4, "normalize_observations": True, "normalize_rewards": True},
     "steps": 64,
     "eval": {"every": 3, "episodes": 2},
     "ppo": {"epochs": 3, "minibatches": 4},

@@ -9,7 +9,8 @@ from helpers.warm import together
 
 DYING = Path(__file__).with_name("dying.py")
 COMMAND = ["train", "--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "6"]
-COMMAND += ["--run.trackers", "[]", "--run.show_every", "0", "--ppo.minibatches", "1", "--kl.target", "1"]
+COMMAND += ["--run.trackers", "[]", "--run.show_every", "0", "--kl.target", "1", "--critic.prefix_every", "0"]
+COMMAND += ["--ppo.epochs", "1", "--ppo.minibatches", "1"]
 COMMAND += ["--run.iterations", "6", "--run.save_every", "2"]
 COMMAND += ["--eval.every", "2", "--eval.samples", "8", "--eval.max_new_tokens", "4"]
 GRACE = 3

@@ -30,12 +30,12 @@ KINDS = {
     },
     "exact KL in the loss": {"kl": KLConfig(place="loss", estimator="full")},
     "everything": {
-        "rollout": RolloutConfig(batch_size=16, max_new_tokens=12, top_p=0.9),
+        "rollout": RolloutConfig(batch_size=8, max_new_tokens=8, top_p=0.9),
         "off_policy": OffPolicyConfig(correct="clip", level="geometric", bounds=[0.96, 2.0]),
-        "ppo": UpdateConfig(epochs=2, minibatches=3, micro_batch_tokens=96, target_kl=0.05),
+        "ppo": UpdateConfig(epochs=2, minibatches=3, micro_batch_tokens=32, target_kl=0.05),
         "advantage": AdvantageConfig(whiten="minibatch"),
-        "critic": CriticConfig(pretrain=2, epochs=1),
-        "eval": EvalConfig(every=2, samples=7, max_new_tokens=8),
+        "critic": CriticConfig(pretrain=1, epochs=1),
+        "eval": EvalConfig(every=2, samples=7, max_new_tokens=4),
     },
 }
 

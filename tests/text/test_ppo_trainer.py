@@ -453,8 +453,9 @@ def two_iterations(folder, **model):
             folder,
             prompts=PromptsConfig(text=["A", "This movie was really quite", "The"]),
             rollout=RolloutConfig(batch_size=6, max_new_tokens=16),
+            ppo=UpdateConfig(epochs=1, minibatches=2),
             model=ModelConfig(dtype="float32", **model),
-            critic=CriticConfig(kind="separate"),
+            critic=CriticConfig(kind="separate", prefix_every=0),
         )
     )
     return [trainer.iteration(number) for number in (1, 2)]
