@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-from helpers.configs import quiet
+from helpers.commands import refused
+from helpers.configs import quiet, text_config
 from helpers.files import TIMES, drop_keys, read_metrics
 from helpers.proofs import proofs
 from helpers.warm import together
 from helpers.words import END, PROMPT, WORTH, model, tokenizer
+from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.report.reading import read_run, with_audit
 from tokencredit.runs.folder import RunFolder
@@ -29,6 +32,7 @@ from tokencredit.text.audit.cost import Pace, expected
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.audit_run import audit_run
+from tokencredit.user_code.user_objects import load_object
 
 pytestmark = pytest.mark.slow
 
@@ -435,6 +439,44 @@ def test_a_run_that_was_begun_in_python_is_refused_by_the_command(tmp_path):
     config = read_config(tmp_path / "run" / "config.yaml", PPOConfig)
     with pytest.raises(ConfigError, match="was begun in Python with reward_funcs, model, which its folder"):
         audit_run(tmp_path / "run", config, AuditConfig(every=1))
+
+
+REWARDS = """
+def short(completions, goal, **columns):
+    return [-abs(len(text) - x) / 100 for text, x in zip(completions, goal)]
+
+ROWS = [{"prompt": "This film was", "goal": 40}, {"prompt": "A film that", "goal": 80}]
+OTHERS = [{"prompt": "This film was", "goal": 41}]
+"""
+
+
+def test_a_run_with_a_reward_and_rows_from_python_is_audited_there_and_by_the_command(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(REWARDS + "\ndef other(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    monkeypatch.chdir(tmp_path)
+    mine = load_object("mine.py:short", "reward")
+    rows, run = load_object("mine.py:ROWS", "data"), tmp_path / "run"
+    args = text_config(run, run=quiet(run, 1, save_every=1), rollout=RolloutConfig(batch_size=8, max_new_tokens=6))
+    trainer = PPOTrainer(reward_funcs=mine, train_dataset=rows, args=args)
+    trainer.train()
+    assert trainer.audit(AuditConfig(completions=6, continuations=2, states=1))["calls"] > 0
+    size = ["--completions", "6", "--continuations", "2", "--states", "1", "--calls", "100"]
+    given = ["--reward", "mine.py:short", "--prompts.dataset", "mine.py:ROWS"]
+    (run / "audit.json").unlink()
+    main(["audit", "run", *given, *size])
+    found = json.loads((run / "audit.json").read_text())
+    assert {sample["prompt"] for sample in found["samples"]} == {"This film was", "A film that"}
+    assert 0 < found["calls"] <= 100
+    shown = capsys.readouterr().out
+    assert re.search(r"this audit: about \d+ reward calls, \d+ tokens, \d+ s\n", shown)
+    assert f", {found['calls']} reward calls and " in shown
+    for arguments, message in (
+        (given[:2], "was begun in Python with train_dataset, which its folder does not hold"),
+        (["--reward", "mine.py:other", *given[2:]], r"reward_funcs is other .*; the run had short .*: give the same"),
+        ([*given[:3], "mine.py:OTHERS"], "train_dataset is 1 rows of prompt, goal .*; the run had 2 rows of prompt"),
+        ([*given, "--no-code"], "--no-code, but --reward"),
+    ):
+        assert re.search(message, refused(capsys, "audit", "run", *arguments, *size))
 
 
 def test_a_trainer_from_python_audits_what_it_has_trained(tmp_path, capsys):

@@ -41,6 +41,12 @@ def audit_parser() -> Parser:
         help="States per completion or episode, evenly spread: all, or a number; by default all, and 4 per episode.",
     )
     parser.add_argument("--seconds", type=POSITIVE_FLOAT, help="Time limit in seconds; by default none.")
+    parser.add_argument(
+        "--reward", nargs="+", default=[], metavar="FILE.py:NAME", help="Rewards of a run that got them in Python."
+    )
+    parser.add_argument(
+        "--prompts.dataset", dest="dataset", metavar="FILE", help="Rows of such a run: FILE.py:NAME or a data set."
+    )
     parser.add_argument("--calls", type=POSITIVE_INT, help="Most texts that each reward scores; by default no limit.")
     parser.add_argument("--tokens", type=POSITIVE_INT, help="Most tokens to sample; by default no limit.")
     return parser
@@ -69,13 +75,13 @@ def audit(options: Options) -> None:
 
 def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, Any]:
     """An audit of a run of either kind; `shared` are the settings that both have."""
-    from tokencredit.tools.audit_run import audit_run
+    from tokencredit.tools.audit_run import audit_run, given_parts
 
     settings = read_yaml(run_config_file(run))
     if isinstance(settings, dict) and run_kind_of(settings) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
-        if options.calls or options.tokens:
-            raise ConfigError("--calls and --tokens limit audits of texts; limit that of an agent with --seconds")
+        if options.calls or options.tokens or options.reward or options.dataset:
+            raise ConfigError("--calls, --tokens, --reward and --prompts.dataset are for texts; leave them out")
         require_gymnasium()
         return audit_run(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
     config = read_config(run / "config.yaml", PPOConfig, options.no_code)
@@ -84,7 +90,10 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
     disable_progress_bar()
     limits = {"calls": options.calls, "tokens": options.tokens}
     settings = AuditConfig(completions=options.completions, **{"states": None, **shared, **limits})
-    return audit_run(run, config, settings, options.checkpoint)
+    if options.no_code and any(".py:" in name for name in [*options.reward, options.dataset or ""]):
+        raise ConfigError("--no-code, but --reward or --prompts.dataset executes user code")
+    given = given_parts(config, options.reward, options.dataset)
+    return audit_run(run, config, settings, options.checkpoint, given)
 
 
 def limit_parser() -> Parser:

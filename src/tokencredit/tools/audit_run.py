@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from tokencredit.distributed.processes import Processes, threads
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
+from tokencredit.provenance.parts import Part, label
 from tokencredit.report.reading import read_run
+from tokencredit.runs.folder import read_parts
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import at_iteration
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
@@ -23,6 +26,7 @@ def audit_run(
     config: PPOConfig | ControlConfig,
     settings: AuditConfig | AgentAuditConfig,
     checkpoint: int | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Audit a run at a checkpoint; returns the contents of audit.json, and writes nothing.
 
@@ -31,6 +35,7 @@ def audit_run(
         config: the run's configuration.
         settings: size of the audit, in the class of the run's own; `every` is not read.
         checkpoint: iteration of the checkpoint; None for the newest.
+        given: arguments of `PPOTrainer`, of `given_parts`.
 
     Raises:
         ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
@@ -40,19 +45,60 @@ def audit_run(
         assert isinstance(settings, AgentAuditConfig)
         return _audit_agent(run, config, settings, checkpoint)
     assert isinstance(settings, AuditConfig)
-    return _audit_completions(run, config, settings, checkpoint)
+    return _audit_completions(run, config, settings, checkpoint, given or {})
 
 
-def _audit_completions(run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: int | None) -> dict[str, Any]:
+def given_parts(config: PPOConfig, rewards: Sequence[str], dataset: str | None) -> dict[str, Any]:
+    """Arguments of `PPOTrainer` in place of those that a run got in Python: rewards and rows by name.
+
+    Args:
+        config: the run's configuration.
+        rewards: `FILE.py:NAME` of each reward, or a name that `PPOTrainer` takes.
+        dataset: `FILE.py:NAME` of the rows, or a data set.
+
+    Raises:
+        ConfigError: one cannot be loaded, or the run's own is in its folder.
+    """
+    from tokencredit.text.data.datasets import read_dataset
+    from tokencredit.user_code.user_objects import load_object
+
+    given: dict[str, Any] = {}
+    if rewards:
+        loaded = [load_object(name, "reward") if ".py:" in name else name for name in rewards]
+        given["reward_funcs"] = loaded if isinstance(config.python.get("reward_funcs"), list) else loaded[0]
+    if dataset is not None:
+        given["train_dataset"] = load_object(dataset, "data") if ".py:" in dataset else read_dataset(dataset)
+    for argument, option in {"reward_funcs": "--reward", "train_dataset": "--prompts.dataset"}.items():
+        if argument in given and argument not in config.python:
+            raise ConfigError(f"{option} is given, and the run's own is in its folder; leave it out")
+    return given
+
+
+def refuse_other_parts(run: Path, parts: Mapping[str, Part], given: Iterable[str]) -> None:
+    """Raise `ConfigError` if a part that is given is not the one that a run was trained with, by its digest."""
+    before, arguments = read_parts(run), tuple(given)
+    for key in sorted({*before, *parts}):
+        was, now = before.get(key), parts.get(key)
+        if key.partition("[")[0] in arguments and (was is None or now is None or was["digest"] != now["digest"]):
+            then = "nothing" if was is None else label(was)
+            raise ConfigError(f"{key} is {'nothing' if now is None else label(now)}; the run had {then}: give the same")
+
+
+def _audit_completions(
+    run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: int | None, given: Mapping[str, Any]
+) -> dict[str, Any]:
     from tokencredit.text.ppo_trainer import PPOTrainer
 
-    if arguments := [name for name in config.python if name != "callbacks"]:
+    if arguments := [name for name in config.python if name not in ("callbacks", "eval_dataset", *given)]:
         raise ConfigError(
             f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; audit it "
-            "there with trainer.audit() after trainer.train(), or during training with audit.every"
+            "there with trainer.audit() after trainer.train(), or during training with audit.every; rewards and rows "
+            "may be given to the command: --reward FILE.py:NAME, --prompts.dataset FILE.py:NAME"
         )
     with preserved():
-        trainer = PPOTrainer(args=replace(with_engine(config), python={}, run=replace(config.run, dir=str(run))))
+        args = replace(with_engine(config), python={}, run=replace(config.run, dir=str(run)))
+        trainer = PPOTrainer(args=args, **given)
+        refuse_other_parts(run, trainer.record.parts, given)
         number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
         load(trainer, state, set())
         rows = read_run(run, samples=False).metrics
