@@ -437,7 +437,7 @@ def test_a_run_that_was_begun_in_python_is_refused_by_the_command(tmp_path):
     trainer = trainer_of(tmp_path / "run", prompts=PromptsConfig(text="a b"))
     trainer.train()
     config = read_config(tmp_path / "run" / "config.yaml", PPOConfig)
-    with pytest.raises(ConfigError, match="was begun in Python with reward_funcs, model, which its folder"):
+    with pytest.raises(ConfigError, match="was begun in Python with reward_funcs, model, processing_class, which its folder"):
         audit_run(tmp_path / "run", config, AuditConfig(every=1))
 
 
