@@ -437,7 +437,9 @@ def test_a_run_that_was_begun_in_python_is_refused_by_the_command(tmp_path):
     trainer = trainer_of(tmp_path / "run", prompts=PromptsConfig(text="a b"))
     trainer.train()
     config = read_config(tmp_path / "run" / "config.yaml", PPOConfig)
-    with pytest.raises(ConfigError, match="was begun in Python with reward_funcs, model, processing_class, which its folder"):
+    with pytest.raises(
+        ConfigError, match="was begun in Python with reward_funcs, model, processing_class, which its folder"
+    ):
         audit_run(tmp_path / "run", config, AuditConfig(every=1))
 
 
@@ -463,7 +465,7 @@ def test_a_run_with_a_reward_and_rows_from_python_is_audited_there_and_by_the_co
     size = ["--completions", "6", "--continuations", "2", "--states", "1", "--calls", "100"]
     given = ["--reward", "mine.py:short", "--prompts.dataset", "mine.py:ROWS"]
     (run / "audit.json").unlink()
-    main(["audit", "run", *given, *size])
+    assert main(["audit", "run", *given, *size]) == 0, capsys.readouterr().err
     found = json.loads((run / "audit.json").read_text())
     assert {sample["prompt"] for sample in found["samples"]} == {"This film was", "A film that"}
     assert 0 < found["calls"] <= 100
@@ -473,7 +475,7 @@ def test_a_run_with_a_reward_and_rows_from_python_is_audited_there_and_by_the_co
     for arguments, message in (
         (given[:2], "was begun in Python with train_dataset, which its folder does not hold"),
         (["--reward", "mine.py:other", *given[2:]], r"reward_funcs is other .*; the run had short .*: give the same"),
-        ([*given[:3], "mine.py:OTHERS"], "train_dataset is 1 rows of prompt, goal .*; the run had 2 rows of prompt"),
+        ([*given[:3], "mine.py:OTHERS"], "train_dataset is 1 row of prompt, goal .*; the run had 2 rows of prompt"),
         ([*given, "--no-code"], "--no-code, but --reward"),
     ):
         assert re.search(message, refused(capsys, "audit", "run", *arguments, *size))

@@ -96,7 +96,8 @@ def _audit_completions(
             "may be given to the command: --reward FILE.py:NAME, --prompts.dataset FILE.py:NAME"
         )
     with preserved():
-        args = replace(with_engine(config), python={}, run=replace(config.run, dir=str(run)))
+        python = {name: config.python[name] for name in given}
+        args = replace(with_engine(config), python=python, run=replace(config.run, dir=str(run)))
         trainer = PPOTrainer(args=args, **given)
         refuse_other_parts(run, trainer.record.parts, given)
         number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
