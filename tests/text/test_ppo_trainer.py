@@ -53,6 +53,7 @@ def test_a_run_leaves_its_files_and_a_summary_of_its_metrics(run):
         "choices.json",
         "report.html",
         "metrics.jsonl",
+        "parts.json",
         "samples.jsonl",
         "summary.json",
         "tensorboard",
@@ -409,7 +410,8 @@ def test_an_interrupted_run_is_not_uploaded_and_says_how_to_resume(tmp_path, cap
         PPOTrainer(args=small(tmp_path / "run", run=run), callbacks=[Interrupt()]).train()
     *_, told, last = capsys.readouterr().out.splitlines()
     assert told == "not uploaded to not/a/name: the run is not at its end"
-    assert last == f"resume with: tokencredit train --resume {tmp_path / 'run'}"
+    again = f"with the same arguments and run.dir '{tmp_path / 'run'}': train(resume_from_checkpoint=True)"
+    assert last == f"resume from Python {again}"
 
 
 @pytest.mark.slow
