@@ -81,6 +81,8 @@ def audited(run: Run, what: str) -> float:
 def share(run: Run, what: str) -> float:
     """The share of the attainable, the mean of three iterations up to one; of worlds.json."""
     at = int(what)
+    if len(run["reward"]) < at:
+        return math.nan
     objective = average(run["reward"][at - 3 : at]) - PRICE * average(run["kl"][at - 3 : at])
     return (objective - run["reference"][0]) / (run["best"][0] - run["reference"][0])
 
@@ -102,13 +104,14 @@ README_ROWS = {
     "default, built-in reviews": "builtin, default",
     "default, real questions": "trec, default",
     "default, real sentences about films": "subj, default",
+    "default, built-in reviews by a causal reward model": "pairs, default",
     "a learned critic alone, built-in reviews": "learned critic",
 }
 """Rows of the README's table of true credit: variants of `by_world`, and of the study `truth`."""
 
 
 def readme_table(worlds: Mapping[str, Any], truth: Study) -> list[str]:
-    """The README's table of true credit, means over seeds; a variant without runs has no row."""
+    """The README's table of true credit, means over seeds whose audit can tell; a variant without runs has no row."""
     lines = [
         "| correlation of shown with true advantages | seeds | after 5 iterations | after 10 | after 20 "
         "| share of the attainable after 15 | after 60 |",
@@ -119,7 +122,7 @@ def readme_table(worlds: Mapping[str, Any], truth: Study) -> list[str]:
         runs = list(kept.get(variant, {}).values())
         columns = [[audited(run, f"{at} shown") for run in runs] for at in AUDITED[:3]]
         columns += [[share(run, at) for run in runs if "best" in run] for at in ("15", "60")]
-        cells = [f"{average(column):.2f}" if column else "" for column in columns]
+        cells = [f"{average(list(filter(math.isfinite, column))):.2f}" if column else "" for column in columns]
         if runs:
             lines.append(" | ".join(["| " + title, str(len(runs)), *cells]) + " |")
     return lines
@@ -196,7 +199,7 @@ def row(study: Study, variant: str, base: str | None, columns: Columns) -> str:
     """A variant's line of a table: its number of runs, and each figure with its 95 % interval."""
     cells = []
     for measure, metric in columns.values():
-        mean, half = interval(figures(study, variant, measure, metric))
+        mean, half = interval([x for x in figures(study, variant, measure, metric) if math.isfinite(x)])
         shown = number(mean) if math.isfinite(mean) else "–"  # no figure without a reference model
         cells.append(shown + (f" ± {number(half, 2)}" if math.isfinite(half) else ""))
     if base is not None:
@@ -371,6 +374,8 @@ def draw_planted(study: Study) -> None:
     exact = [float(np.mean(values)) for values in truth.values()]
     axis.plot(list(truth), exact, "--", color="black", linewidth=1.6, label="exact answer")
     for method, (label, colour, marker) in PLANTED_LINES.items():
+        if method not in methods:
+            continue
         shares = {x: interval([first(run, "shown") for run in runs.values()]) for x, runs in methods[method].items()}
         means, halves = zip(*shares.values(), strict=True)
         axis.errorbar(

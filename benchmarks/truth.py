@@ -33,15 +33,21 @@ from tokencredit.tools.limit_run import limit
 from tokencredit.user_code.parts import load_part
 
 DATA = Path(__file__).parent / "findings-data" / "worlds.json"
-AT = (5, 10, 20)
-"""Iterations after which credit is audited."""
-AUDIT = AuditConfig(every=1, completions=48, states=4, continuations=8)
+AUDITS = {number: AuditConfig(every=1, completions=48, states=4, continuations=8) for number in (5, 10, 20)}
+"""Audits by iteration."""
+LARGE = {
+    5: AUDITS[5],
+    10: AuditConfig(every=1, completions=48, states=4, continuations=16),
+    20: AuditConfig(every=1, completions=96, states=4, continuations=16),
+}
+"""Audits of `first 20`: the more the policy has learned, the less its states differ, and the more samples it takes."""
 BASE = {"run.iterations": 60, "run.trackers": [], "run.samples": 0, "run.save_every": 0, "audit.at_end": False}
 RECIPE = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "true-credit" / "reviews.yaml").read_text())
 WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}
 LEARNED = {"critic.prefix_every": 0, "advantage.lam": 0.95}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
+    "first 20": {"run.iterations": 20},
     "learned critic": LEARNED,
     "fit alone": {"critic.coef": 0},
     "separate critic": {"critic.kind": "separate"},
@@ -63,7 +69,8 @@ KEPT = ("reward", "kl", "length", "ref_logprob", "distinct", "explained_variance
 class Audits(Callback):
     """Audits at some iterations, timed apart from training."""
 
-    def __init__(self) -> None:
+    def __init__(self, audits: dict[int, AuditConfig]) -> None:
+        self.audits = audits
         self.began, self.apart = time.perf_counter(), 0.0
         self.found: dict[int, dict[str, Any]] = {}
         self.clock: list[float] = []
@@ -72,16 +79,17 @@ class Audits(Callback):
         number = int(metrics["iteration"])
         self.clock.append(time.perf_counter() - self.began - self.apart)
         # Variants with a critic, and those of the user's own parts.
-        if number not in AT or (trainer.policy.critic is None and not own_parts(trainer.args)):
+        if number not in self.audits or (trainer.policy.critic is None and not own_parts(trainer.args)):
             return
         began = time.perf_counter()
-        self.found[number] = replace(trainer.auditor, settings=AUDIT).audit(number).judge(trainer.processes)
+        auditor = replace(trainer.auditor, settings=self.audits[number])
+        self.found[number] = auditor.audit(number).judge(trainer.processes)
         self.apart += time.perf_counter() - began
 
 
 def run(world: str, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train and audit one run; returns its figures."""
-    audits = Audits()
+    audits = Audits(audits_of(variant))
     args = PPOConfig.from_dict(
         world_settings(world) | BASE | settings_of(variant) | {"seed": seed, "run.dir": str(folder)}
     )
@@ -113,11 +121,16 @@ def settings_of(variant: str) -> dict[str, Any]:
 
 def study_settings(variant: str) -> dict[str, Any]:
     """The settings of a variant and of its audits, as stored with its runs."""
-    audit = {"completions": AUDIT.completions, "states": AUDIT.states, "continuations": AUDIT.continuations}
+    audits = {str(number): [x.completions, x.states, x.continuations] for number, x in audits_of(variant).items()}
     settings = settings_of(variant)
     parts = own_parts(PPOConfig.from_dict(settings))
     own = {key: describe(load_part(part, key))["digest"] for key, part in parts.items()}
-    return settings | ({"sources": own} if own else {}) | {"iterations": BASE["run.iterations"], "audit": audit}
+    return {"run.iterations": BASE["run.iterations"], "audits": audits} | settings | ({"sources": own} if own else {})
+
+
+def audits_of(variant: str) -> dict[int, AuditConfig]:
+    """The audits of a variant."""
+    return LARGE if variant == "first 20" else AUDITS
 
 
 def summary(found: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -204,7 +217,7 @@ def read(out: Path) -> dict[str, Any]:
 def line(variant: str, seed: int, figures: dict[str, Any]) -> str:
     """Format a run on one line.
 
-    Correlation of shown with true advantages and explained variance after each of `AT`, and reward less the price of KL
+    Correlation of shown with true advantages and explained variance at each audit, and reward less the price of KL
     after 15 and 60 iterations.
     """
     cells = []
@@ -213,7 +226,8 @@ def line(variant: str, seed: int, figures: dict[str, Any]) -> str:
         explained = "" if critic is None else f"/{critic['explained_variance'] or float('nan'):.2f}"
         cells.append(f"{number}: {shown if shown is not None else float('nan'):.2f}{explained}")
     kl = sum(figures["kl"][-5:]) / 5
-    ends = "/".join(f"{mean(figures['reward'], n) - 0.05 * mean(figures['kl'], n):.3f}" for n in (15, 60))
+    after = [n for n in (15, 60) if n <= len(figures["reward"])]
+    ends = "/".join(f"{mean(figures['reward'], n) - 0.05 * mean(figures['kl'], n):.3f}" for n in after)
     return f"{variant} {seed}  {'  '.join(cells)}  objective {ends}  KL {kl:.2f}  {figures['clock'][-1]:.0f} s"
 
 
