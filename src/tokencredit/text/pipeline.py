@@ -281,12 +281,11 @@ class Pipeline:
 
         def scores() -> Scores:
             questions, answers = batch.prompts.questions(), batch.answers()
-            options: dict[str, Any] = {"finite": self.finite, "started": batch.pending}
-            scores = score(self.terms, questions, answers, known, lengths, **options)
-            if scores.dense is None and not scores.of_texts:
-                names = ", ".join(scores.terms)
+            given = score(self.terms, questions, answers, known, lengths, finite=self.finite, started=batch.pending)
+            if given.dense is None and not given.of_texts:
+                names = ", ".join(given.terms)
                 raise RewardError(f"no reward term scored any completion: {names} returned None for all of them")
-            return scores
+            return given
 
         return self._agreed(batch, scores)
 

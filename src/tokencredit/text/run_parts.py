@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tokencredit.provenance.parts import Part, describe, label
+from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import PACKAGED, DefaultReward
 from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
@@ -31,11 +32,8 @@ def parts_of(
 
     `start` has the fingerprints of the model and of its tokenizer.
     """
-    read: dict[str, Any] = {"model.name": args.model.name, "critic.name": args.critic.name} | own_parts(args)
-    read |= {"env.factory": args.env.factory} | {f"tools[{i}]": tool for i, tool in enumerate(args.tools)}
-    for number, term in enumerate(args.reward if "reward_funcs" not in given else ()):
-        kind, name = term.source()
-        read[f"reward[{number}].{kind}"] = name
+    unread = "reward[" if "reward_funcs" in given else None
+    read = {key: value for key, value in named_parts(args).items() if unread is None or not key.startswith(unread)}
     parts = {key: part for key, value in read.items() if (part := part_of(value)) is not None}
     fingerprints = {"model": start["model"], "processing_class": start["tokenizer"]}
     for argument, value in given.items():
@@ -47,6 +45,16 @@ def parts_of(
         if rows.rows is not None and rows.name != f"{group}.text":
             parts[rows.name if rows.name in given else f"{group}.dataset"] = describe(rows.rows)
     return parts
+
+
+def named_parts(args: PPOConfig | ControlConfig) -> dict[str, Any]:
+    """What settings name that may be a model's folder or code in a file, by key."""
+    read: dict[str, Any] = own_parts(args)
+    if isinstance(args, ControlConfig):
+        return read
+    read |= {"model.name": args.model.name, "critic.name": args.critic.name, "env.factory": args.env.factory}
+    read |= {f"tools[{i}]": tool for i, tool in enumerate(args.tools)}
+    return read | {f"reward[{i}].{kind}": name for i, term in enumerate(args.reward) for kind, name in [term.source()]}
 
 
 def entries(argument: str, value: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.reader import grouped
 from tokencredit.settings.run_kind import TEXT, configure
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.run_parts import part_of
 from tokencredit.tools.sweep import sweep_file as sweep
 from tokencredit.tools.sweep.sweep_file import combinations, expand, first_seeds, merged, read_sweep, refuse_changed
 
@@ -229,6 +230,21 @@ def test_a_run_that_was_begun_with_other_settings_is_named(tmp_path):
     refuse_changed([run])
     run.config["optim"]["lr"] = 0.5
     with pytest.raises(ConfigError, match=r"plain/seed-1 in .* was begun with other settings: optim.lr is 0.5 and was"):
+        refuse_changed([run])
+
+
+def test_a_run_whose_reward_file_was_edited_is_named(tmp_path):
+    source = tmp_path / "rewards.py"
+    source.write_text("def length(completions):\n    return [len(x) for x in completions]\n")
+    text = {"kind": "text", "dir": str(tmp_path / "runs"), "seeds": [1]} | ONE
+    (run,) = expand(text | {"base": {"reward": [{"function": f"{source}:length"}]}}, configure)
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
+    part = part_of(f"{source}:length")
+    (run.folder / "parts.json").write_text(json.dumps({"reward[0].function": part}))
+    refuse_changed([run])
+    source.write_text("def length(completions):\n    return [-len(x) for x in completions]\n")
+    with pytest.raises(ConfigError, match=r"other settings: reward\[0\]\.function is now length \(rewards\.py"):
         refuse_changed([run])
 
 

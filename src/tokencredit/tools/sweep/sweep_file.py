@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tokencredit.errors import ConfigError, TooManyBadSteps
+from tokencredit.provenance.parts import Part, label
+from tokencredit.runs.folder import read_parts
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
+from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.reader import grouped, read_yaml
 from tokencredit.settings.run_kind import RUN_KINDS, RunKind, other_run_kind
+from tokencredit.settings.text import PPOConfig
 
 KEYS = ("kind", "base", "grid", "variants", "seeds", "dir")
 COMPARISON = "comparison"
@@ -213,14 +217,28 @@ def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def refuse_changed(runs: Sequence[SweepRun]) -> None:
-    """Raise `ConfigError` if a run was begun with other settings than the sweep file has now."""
+    """Raise `ConfigError` if a run was begun with other settings, or other code in files, than the sweep has now."""
     for run in runs:
         file = run.folder / "config.yaml"
         if not file.is_file():
             continue
-        if different := changes(file, run.config):
-            changed = ", ".join(f"{key} is {now!r} and was {then!r}" for key, (then, now) in different.items())
+        settings = changes(file, run.config).items()
+        lines = [f"{key} is {now!r} and was {then!r}" for key, (then, now) in settings]
+        if lines := lines or [f"{key} is now {label(part)}" for key, part in _edited(run)]:
+            changed = ", ".join(lines)
             raise ConfigError(
                 f"{run.name} in {str(run.folder)!r} was begun with other settings: {changed}; give the sweep another "
                 "dir, or move that run away"
             )
+
+
+def _edited(run: SweepRun) -> Iterator[tuple[str, Part]]:
+    """Parts of a run that its settings name as before, and that are others now, such as an edited reward file."""
+    before = read_parts(run.folder)
+    config = run.run_kind.config.from_dict(run.config) if before else None
+    if isinstance(config, PPOConfig | ControlConfig):
+        from tokencredit.text.run_parts import named_parts, part_of  # which imports torch
+
+        for key, value in named_parts(config).items():
+            if key in before and (part := part_of(value)) is not None and part["digest"] != before[key]["digest"]:
+                yield key, part
