@@ -362,8 +362,8 @@ def test_the_cost_of_an_audit_by_hand():
     for limit in halves.items():
         assert expected(replace(size, **dict([limit])), 2, pace) == pytest.approx(tuple(halves.values()))
     rows = [{"seconds/rollout": 8.0, "seconds/reward": 16.0, "length": 12.0}] * 3
-    assert Pace.of(rows, 16, 24) == (12.0, 0.5, 1.0, 0.0)
-    assert Pace.of([], 16, 24) == (24, None, 0.0, 0.0)
+    assert Pace.of(rows, 16, 24) == (12.0, 0.5, 1.0, 0.0, 0.5)
+    assert Pace.of([], 16, 24) == (24, None, 0.0, 0.0, 0.5)
 
 
 TOGETHER = """

@@ -91,7 +91,7 @@ CHECKED = [(function, argument) for function, arguments in TENSORS.items() for a
 def call(function: str, arguments: dict[str, Any]) -> Any:
     parameters = inspect.signature(getattr(core, function)).parameters
     others = {name: value for name, value in OTHERS.items() if name in parameters}
-    named = {"name": NAMES[function]} if function in NAMES else {}
+    named = {name: NAMES[function] for name in ("name", "estimator") if function in NAMES and name in parameters}
     return getattr(core, function)(**named, **others, **arguments)
 
 

@@ -164,9 +164,9 @@ def test_each_column_has_the_loss_and_the_gradient_of_its_formula(name, tmp_path
     """In the second iteration, when the policy is no longer its reference."""
     settings = {"model.dtype": "float32", "optim.max_grad_norm": None, "run.dir": str(tmp_path / "run")}
     settings |= {"rollout.batch_size": SIZE, "rollout.max_new_tokens": LONGEST, "rollout.stop": ["y"]}
+    args = PPOConfig.from_dict(METHODS[name] | settings | {"optim.lr": 3e-4})
     trainer = PPOTrainer(
-        args=PPOConfig.from_dict(METHODS[name] | settings | {"optim.lr": 3e-4}),
-        reward_funcs=lambda completions, **_: [c.count("a") - 0.1 * len(c.split()) for c in completions],
+        args=args, reward_funcs=lambda completions, **_: [c.count("a") - 0.1 * len(c.split()) for c in completions]
     )
     trainer.learner.set_rates(1)
     trainer.update(1, *trainer.credit.give(trainer.collect()))
@@ -182,7 +182,7 @@ def test_each_column_has_the_loss_and_the_gradient_of_its_formula(name, tmp_path
         logits = model.lm(input_ids=inputs, attention_mask=attention, position_ids=positions).logits[:, start:-1]
         return logits.log_softmax(-1).gather(-1, rollout.response_ids[..., None]).squeeze(-1)
 
-    reference = PPOTrainer(args=trainer.args).policy  # the model that both began with
+    reference = PPOTrainer(args=args).policy  # the model that both began with
     with torch.no_grad():
         before = logprobs(reference)
     assert (before - rollout.logprobs)[rollout.mask].abs().max() > 1e-3

@@ -252,8 +252,10 @@ def test_a_run_that_is_cut_short_in_it_ends_as_one_that_was_not(batch, end, undi
     spoil = kill if end is Killed else interrupt
     with pytest.raises(end):
         PPOTrainer(args=small(tmp_path / "cut", **NORMALIZED), reward_funcs=scores_with(batch, spoil)).train()
-    trainer = PPOTrainer(args=small(tmp_path / "cut", **NORMALIZED), reward_funcs=scores_with(0, kill))
-    trainer.train(resume_from_checkpoint=True)
+    args = small(
+        tmp_path / "cut", **NORMALIZED, run=quiet(tmp_path / "cut", 2, save_every=10, allow_changed=["reward_funcs"])
+    )
+    PPOTrainer(args=args, reward_funcs=scores_with(0, kill)).train(resume_from_checkpoint=True)
     assert_same(undisturbed, tmp_path / "cut")
     finished = batch > 2
     assert sum(text.startswith("pretraining: ") for text in read_events(tmp_path / "cut")) == 1
@@ -268,5 +270,8 @@ def test_a_run_that_stops_in_its_first_iteration_does_not_pretrain_again(undistu
     args = small(tmp_path / "cut", **NORMALIZED)
     with pytest.raises(RunStopped, match="stopped in iteration 1: "):
         PPOTrainer(args=args, reward_funcs=scores_with(0, kill), callbacks=[Full()]).train()
+    args = small(
+        tmp_path / "cut", **NORMALIZED, run=quiet(tmp_path / "cut", 2, save_every=10, allow_changed=["callbacks[0]"])
+    )
     PPOTrainer(args=args, reward_funcs=scores_with(0, kill)).train(resume_from_checkpoint=True)
     assert_same(undisturbed, tmp_path / "cut")

@@ -73,7 +73,8 @@ def _version(name: str) -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     """The output of a git command; None if it fails."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.rstrip() if done.returncode == 0 else None

@@ -259,7 +259,8 @@ def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
         config: a whole configuration.
         rows: the arguments of `ROWS` that are given, or may be.
     """
-    settings, declared = flat(plain(config, named=False)), settings_of(config.__class__)
+    groups = {item.name: plain(getattr(config, item.name), named=False) for item in fields(config)}
+    settings, declared = flat(groups), settings_of(config.__class__)
     # A dict is one setting, whatever its keys.
     settings |= {key: operator.attrgetter(key)(config) for key, x in declared.items() if get_origin(x.hint) is dict}
     for key, why in unused(config.__class__, settings, rows).items():
