@@ -1,15 +1,19 @@
 """Critics of users: values, a fit to returns and a state, in training, audits, records and resumed runs."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from helpers.configs import text_config
 from helpers.files import read_metrics, without_times
-from tokencredit import AdvantageConfig, AuditConfig, CriticConfig
+from tokencredit import AdvantageConfig, AuditConfig, CriticConfig, PPOConfig
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.run_kind import read_config
 from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.tools.audit_run import audit_run
 
 FILE = """
 import torch
@@ -125,3 +129,16 @@ def test_values_of_another_shape_stop_the_run(tmp_path):
     trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=CriticConfig(kind=Short)))
     with pytest.raises(RunStopped, match=r"values of critic.kind Short.* is of shape \(8, 7\); it must be a finite"):
         trainer.train()
+
+
+def test_its_arguments_are_in_the_record_and_an_edited_file_is_not_audited(run, tmp_path):
+    folder, _ = run
+    part = json.loads((folder / "run" / "parts.json").read_text())["critic.kind"]
+    assert part["arguments"]["decay"] == 0.5
+    copy = tmp_path / "run"
+    shutil.copytree(folder / "run", copy)
+    (tmp_path / "mine.py").write_text(FILE.replace("self.sums *= self.decay", "self.sums *= 0"))
+    args = read_config(copy / "config.yaml", PPOConfig)
+    args = replace(args, critic=replace(args.critic, kind=f"{tmp_path}/mine.py:PerPosition"))
+    with pytest.raises(ConfigError, match=r"critic\.kind is PerPosition.*; the run had PerPosition.*: give the same"):
+        audit_run(copy, args, AuditConfig(every=1, completions=8, continuations=2, states=1))

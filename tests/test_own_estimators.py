@@ -116,6 +116,18 @@ def test_a_function_from_python_is_written_down_by_its_name_and_cannot_be_repeat
     assert batch.advantages[row, length - 2] == pytest.approx(float(delta + lam * expected), abs=1e-6)
 
 
+def test_a_function_that_works_in_place_changes_no_record(tmp_path):
+    def in_place(rewards, values, mask):
+        result = rewards - values, rewards.clone()
+        rewards.zero_(), values.zero_(), mask.zero_()
+        return result
+
+    trainer = PPOTrainer(args=text_config(tmp_path / "run", advantage=AdvantageConfig(estimator=in_place)))
+    batch, _ = trainer.credit.give(trainer.collect())
+    assert all(x.any() for x in (batch.rollout.mask, batch.rewards, batch.rollout.values))
+    torch.testing.assert_close(batch.advantages, (batch.rewards - batch.rollout.values) * batch.rollout.mask)
+
+
 def test_prefix_scores_need_no_critic(tmp_path):
     nothing = {"critic": CriticConfig(kind="none"), "advantage": AdvantageConfig(estimator=differences)}
     trainer = PPOTrainer(args=text_config(tmp_path / "run", **nothing))

@@ -43,7 +43,7 @@ from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import AgentConfig, ControlConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.run_kind import CONTROL, own_parts
-from tokencredit.user_code.parts import load_estimator, load_loss, load_part
+from tokencredit.user_code.parts import load_estimator, load_loss, loaded_parts
 
 EPISODES = 100
 """Number of recent training episodes averaged in train/average_return."""
@@ -67,7 +67,7 @@ class ControlTrainer:
             refuse_unsplit(args, several)
         self.record = RunRecord(args.run, processes, CONTROL)
         own = own_parts(args)
-        self.record.parts = {key: describe(load_part(part, key)) for key, part in own.items()}
+        self.record.parts = {key: describe(part) for key, part in loaded_parts(args).items()}
         given = {key: label(self.record.parts[key]) for key, part in own.items() if not isinstance(part, str)}
         self.args = replace(args, python=given)
         with isolated(), threads(args.threads), expected_warnings(args.env):

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from tokencredit.provenance.parts import Part, describe, label
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import PACKAGED, DefaultReward
-from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.model_loading import folder_digest, weights_digest
 from tokencredit.text.rewards.calls import Term
+from tokencredit.user_code.parts import loaded_parts
 from tokencredit.user_code.user_objects import load_object
 
 
@@ -39,7 +39,7 @@ def parts_of(
     for argument, value in given.items():
         if argument in fingerprints:
             parts[argument] = {"name": type(value).__name__, "digest": fingerprints[argument]}
-        elif argument not in ("train_dataset", "eval_dataset"):
+        elif argument not in ("train_dataset", "eval_dataset", *parts):
             parts |= {key: part_of(entry) or describe(entry) for key, entry in entries(argument, value).items()}
     for group, rows in {held_out.name: ("eval", held_out), prompts.name: ("prompts", prompts)}.values():
         if rows.rows is not None and rows.name != f"{group}.text":
@@ -49,7 +49,7 @@ def parts_of(
 
 def named_parts(args: PPOConfig | ControlConfig) -> dict[str, Any]:
     """What settings name that may be a model's folder or code in a file, by key."""
-    read: dict[str, Any] = own_parts(args)
+    read = loaded_parts(args)
     if isinstance(args, ControlConfig):
         return read
     read |= {"model.name": args.model.name, "critic.name": args.critic.name, "env.factory": args.env.factory}

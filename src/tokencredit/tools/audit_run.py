@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,18 @@ def given_parts(config: PPOConfig, rewards: Sequence[str], dataset: str | None) 
     return given
 
 
-def refuse_other_parts(run: Path, parts: Mapping[str, Part], given: Iterable[str]) -> None:
-    """Raise `ConfigError` if a part that is given is not the one that a run was trained with, by its digest."""
-    before, arguments = read_parts(run), tuple(given)
+def refuse_other_parts(run: Path, parts: Mapping[str, Part]) -> None:
+    """Raise `ConfigError` if a part is not the one that a run was trained with, by its digest.
+
+    Callbacks and prompts for evaluation take no part in an audit.
+    """
+    before = read_parts(run)
     for key in sorted({*before, *parts}):
         was, now = before.get(key), parts.get(key)
-        if key.partition("[")[0] in arguments and (was is None or now is None or was["digest"] != now["digest"]):
-            then = "nothing" if was is None else label(was)
-            raise ConfigError(f"{key} is {'nothing' if now is None else label(now)}; the run had {then}: give the same")
+        if key.startswith(("callbacks", "eval")) or (was and was["digest"]) == (now and now["digest"]):
+            continue
+        then, here = ("nothing" if part is None else label(part) for part in (was, now))
+        raise ConfigError(f"{key} is {here}; the run had {then}: give the same, or restore its file")
 
 
 def _audit_completions(
@@ -99,7 +103,7 @@ def _audit_completions(
         python = {name: config.python[name] for name in given}
         args = replace(with_engine(config), python=python, run=replace(config.run, dir=str(run)))
         trainer = PPOTrainer(args=args, **given)
-        refuse_other_parts(run, trainer.record.parts, given)
+        refuse_other_parts(run, trainer.record.parts)
         number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
         load(trainer, state, set())
         rows = read_run(run, samples=False).metrics
@@ -116,6 +120,7 @@ def _audit_agent(
     with preserved(), threads(config.threads), expected_warnings(config.env):
         trainer = ControlTrainer(replace(config, run=replace(config.run, dir=str(run))))
         try:
+            refuse_other_parts(run, trainer.record.parts)
             load(trainer, state, set())
             return trainer.auditor.audit(number, settings)
         finally:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -15,8 +16,10 @@ from tokencredit.distributed.processes import connection_lost, out_of_memory, re
 from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.learn.objective import Objective
 from tokencredit.learn.own_loss import LOSS_INPUTS
+from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.parts import PYTHON, is_own, name_of
+from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageSettings, PPOSettings
 from tokencredit.user_code.user_objects import check_kwargs, described, load_object
@@ -43,11 +46,24 @@ def load_part(value: Any, key: str) -> Any:
     return load_object(value, "critic" if key == "critic.kind" else key.rpartition(".")[2])
 
 
+def loaded_parts(config: PPOConfig | ControlConfig) -> dict[str, Any]:
+    """The parts of a user by key, loaded, each with its `kwargs`; raises as `load_part`."""
+    loaded = {}
+    for key, part in own_parts(config).items():
+        kwargs = attrgetter(f"{key.partition('.')[0]}.kwargs")(config)
+        loaded[key] = partial(load_part(part, key), **kwargs) if kwargs else load_part(part, key)
+    return loaded
+
+
 def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """The function, whose exceptions end the run with a line that names it, file and line."""
+    """The function, with copies of its tensors, whose exceptions end the run with a line that names it, file and line.
+
+    Copies, since a function that works in place would change what the run learns from and writes down.
+    """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: _copied(value) for name, value in kwargs.items()}
         try:
             with restored():
                 return function(*args, **kwargs)
@@ -57,6 +73,11 @@ def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
             raise RunStopped(f"{what} {described(error)}") from error
 
     return call
+
+
+def _copied(value: Any) -> Any:
+    """A tensor's copy; others, and those of the graph of gradients, as they are."""
+    return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
 
 
 def load_loss(args: Update) -> Update:
