@@ -136,6 +136,7 @@ def test_what_cannot_work_is_refused_before_training(settings, message, tmp_path
     [
         (lambda ratio: ratio.mean(), r"ppo.loss returned a loss of shape \(\); it must return a tensor"),
         (lambda ratio: (ratio, {"loss": ratio}), "returned a metric loss, a name that every update has"),
+        (lambda ratio: ratio.detach(), "returned losses without a gradient; compute them from ratio or logprobs"),
         (lambda ratio: ratio / None, r"raised TypeError: .* at .*test_own_losses.py:\d+"),
     ],
 )

@@ -74,12 +74,12 @@ def estimate(
 
 def _checked(result: Any, rewards: Tensor, mask: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     """The results of an own function: without gradients, in float32 at least, 0 outside the mask."""
-    fits = isinstance(result, tuple | list) and len(result) == 2 and all(isinstance(x, Tensor) for x in result)
-    if not fits or any(x.shape != rewards.shape for x in result):
-        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in result] if fits else result
+    parts = result if isinstance(result, tuple | list) else [result]
+    if [getattr(x, "shape", None) for x in parts] != [rewards.shape] * 2:
+        found = [f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts]
         raise RunStopped(
-            f"the estimator {name} returned {shapes!r:.80}; it must return advantages and returns, tensors of shape "
-            f"{tuple(rewards.shape)}, [batch, time], each"
+            f"the estimator {name} returned {' and '.join(found):.80}; it must return advantages and returns, "
+            f"tensors of shape {tuple(rewards.shape)}, [batch, time], each"
         )
     acted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     advantages, returns = (at_least_float32(x.detach()).masked_fill(~acted, 0.0) for x in result)

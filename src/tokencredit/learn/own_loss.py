@@ -76,6 +76,8 @@ class FunctionObjective(Objective):
                     f"ppo.loss returned {name} of {found:.80}; it must return a tensor of losses of shape "
                     f"{tuple(logprobs.shape)}, one per token, and if it likes a dict of metrics of that shape"
                 )
+        if logprobs.requires_grad and not losses.requires_grad:
+            raise RunStopped("ppo.loss returned losses without a gradient; compute them from ratio or logprobs")
         numbers = {name: x.detach().float() for name, x in metrics.items()}
         if not whole:
             return losses, numbers

@@ -269,10 +269,12 @@ class Credit:
         assert self.own is not None
         mask = scored.rollout.mask
         values: Any = self.own.values(**named(self.own.values, self._inputs(scored)))
-        if not isinstance(values, Tensor) or values.shape != mask.shape or not values[mask].isfinite().all():
-            found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
-            what = f"a finite number per token, a tensor of shape {tuple(mask.shape)}"
-            raise RunStopped(f"values of critic.kind {name_of(self.own.part)} is of {found:.80}; it must be {what}")
+        name = f"values of critic.kind {name_of(self.own.part)}"
+        if not isinstance(values, Tensor) or values.shape != mask.shape:
+            found = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+            raise RunStopped(f"{name} is {found:.80}; it must be a tensor of shape {tuple(mask.shape)}, one per token")
+        if not values[mask].isfinite().all():
+            raise RunStopped(f"{name} has a number that is not finite where the policy acted")
         return values.detach().float().masked_fill(~mask, 0.0)
 
     def _where(self, scored: Batch, *, every: bool = False) -> EpisodeBounds:

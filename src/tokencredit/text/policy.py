@@ -12,6 +12,7 @@ import torch
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.parts import label_of
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.run_kind import read_policy_config, read_source, with_engine
 from tokencredit.settings.text import PPOConfig
@@ -145,7 +146,8 @@ class Policy:
     def values(self, text: str, prompt: str = "") -> list[float]:
         """The value of the state before each token that `logprobs` scores."""
         if self.model.critic is None:
-            raise ConfigError("critic.kind of this run is none, so there are no values")
+            kind = label_of(self.config.critic.kind)
+            raise ConfigError(f"critic.kind of this run is {kind}, which has no values of texts outside the run")
         rollout = self._read(text, prompt)
         with self.pipeline.precision.no_grad():
             values = rollout_values(self.model, rollout, None).float()
