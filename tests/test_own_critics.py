@@ -11,6 +11,8 @@ from helpers.configs import text_config
 from helpers.files import read_metrics, without_times
 from tokencredit import AdvantageConfig, AuditConfig, CriticConfig, PPOConfig
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.report.page import story
+from tokencredit.report.reading import read_run
 from tokencredit.settings.run_kind import read_config
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.audit_run import audit_run
@@ -129,6 +131,11 @@ def test_values_of_another_shape_stop_the_run(tmp_path):
     trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=CriticConfig(kind=Short)))
     with pytest.raises(RunStopped, match=r"values of critic.kind Short.* is of shape \(8, 7\); it must be a tensor"):
         trainer.train()
+
+
+def test_the_page_names_it(run):
+    folder, _ = run
+    assert ("with the critic", "PerPosition (mine.py)") in story(read_run(folder / "run"))
 
 
 def test_its_arguments_are_in_the_record_and_an_edited_file_is_not_audited(run, tmp_path):

@@ -68,6 +68,10 @@ def write_final_report(record: RunRecord) -> None:
         record.event(f"no report.html: {error}, then tokencredit report {folder}")
 
 
+OWN_PARTS = {"advantage.estimator": "estimator", "critic.kind": "critic", "ppo.loss": "loss"}
+"""Words for the parts of a user, by key."""
+
+
 def render(run: Run) -> str:
     """The page as HTML."""
     audit, samples, truths = audit_view.view(run), credit(run), audited(run)
@@ -129,6 +133,8 @@ def story(run: Run) -> list[tuple[str, str]]:
             entries.append(("in the environment", environment))
         if (listed := terms(run)) or not environment:
             entries.append(("on the reward", ", ".join(listed)))
+    own = {f"with the {word}": run.setting(key) for key, word in OWN_PARTS.items()}
+    entries += [(word, visible(label_of(part))) for word, part in own.items() if is_own(part)]
     entries.append((name, f"{two_digits(first)} → {two_digits(last)} ({averaged(len(metrics), run.since)})"))
     if (kl := final_mean(metrics, "kl")) is not None:
         entries.append(("KL to the reference", f"{two_digits(kl)} nats per sequence"))
