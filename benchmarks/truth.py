@@ -30,7 +30,7 @@ from tokencredit.settings.fields import flat
 from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.training import AuditConfig
 from tokencredit.tools.limit_run import limit
-from tokencredit.user_code.parts import load_part
+from tokencredit.user_code.parts import loaded_parts
 
 DATA = Path(__file__).parent / "findings-data" / "worlds.json"
 AUDITS = {number: AuditConfig(every=1, completions=48, states=4, continuations=8) for number in (5, 10, 20)}
@@ -123,8 +123,8 @@ def study_settings(variant: str) -> dict[str, Any]:
     """The settings of a variant and of its audits, as stored with its runs."""
     audits = {str(number): [x.completions, x.states, x.continuations] for number, x in audits_of(variant).items()}
     settings = settings_of(variant)
-    parts = own_parts(PPOConfig.from_dict(settings))
-    own = {key: describe(load_part(part, key))["digest"] for key, part in parts.items()}
+    parts = loaded_parts(PPOConfig.from_dict(settings))
+    own = {key: describe(part)["digest"] for key, part in parts.items()}
     return {"run.iterations": BASE["run.iterations"], "audits": audits} | settings | ({"sources": own} if own else {})
 
 

@@ -1,6 +1,7 @@
 """Policy losses of users: trained, measured and written down under their own names, for texts and agents."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ class Weighted(Objective):
 
     def surrogate(self, logprobs, rows, at):
         losses = super().surrogate(logprobs, rows, at)
-        return self.weight * losses, {"squares": losses.detach().square()}
+        return self.weight * losses, dict.fromkeys(("squares", "reward"), losses.detach().square())
 
 
 class Minibatches(Callback):
@@ -75,9 +76,9 @@ def test_ppos_loss_written_again_trains_as_ours(name, runs):
 def test_extra_results_are_metrics(runs):
     folder, _ = runs
     rows = read_metrics(folder / "file")
-    assert [row["ratio_of_mine"] for row in rows] == pytest.approx([row["ratio_mean"] for row in rows], rel=1e-4)
-    assert all(0 <= row["outside"] <= 1 for row in rows)
-    assert all(row["squares"] > 0 for row in read_metrics(folder / "class"))
+    assert [row["loss/ratio_of_mine"] for row in rows] == pytest.approx([row["ratio_mean"] for row in rows], rel=1e-4)
+    assert all(0 <= row["loss/outside"] <= 1 for row in rows)
+    assert all(row["loss/squares"] > 0 for row in read_metrics(folder / "class"))
 
 
 def test_the_clip_fraction_is_there_only_where_the_loss_reads_clip(runs):
@@ -91,8 +92,20 @@ def test_a_callback_gets_the_metrics_of_each_minibatch(runs):
     assert [row["minibatch"] for row in minibatches] == [1, 2, 3, 4] * 2
     for number, row in enumerate(read_metrics(folder / "file")):
         own = minibatches[4 * number : 4 * number + 4]
-        assert row["outside"] == pytest.approx(sum(x["outside"] for x in own) / 4)
+        assert row["loss/outside"] == pytest.approx(sum(x["loss/outside"] for x in own) / 4)
         assert row["grad_norm"] == pytest.approx(sum(x["grad_norm"] for x in own) / 4)
+
+
+def test_a_fixed_argument_is_not_replaced_by_the_setting_of_its_name(tmp_path):
+    seen = set()
+
+    def loss(ratio, advantages, clip):
+        seen.add(clip)
+        return -ratio * advantages
+
+    trainer = PPOTrainer(args=text_config(tmp_path / "run", ppo=UpdateConfig(loss=partial(loss, clip=0.7), **PASSES)))
+    trainer.update(1, *trainer.credit.give(trainer.collect()))
+    assert seen == {0.7}
 
 
 def test_config_yaml_names_the_loss(runs):
@@ -135,7 +148,6 @@ def test_what_cannot_work_is_refused_before_training(settings, message, tmp_path
     ("loss", "message"),
     [
         (lambda ratio: ratio.mean(), r"ppo.loss returned a loss of shape \(\); it must return a tensor"),
-        (lambda ratio: (ratio, {"loss": ratio}), "returned a metric loss, a name that every update has"),
         (lambda ratio: ratio.detach(), "returned losses without a gradient; compute them from ratio or logprobs"),
         (lambda ratio: ratio / None, r"raised TypeError: .* at .*test_own_losses.py:\d+"),
     ],

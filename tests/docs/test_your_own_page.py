@@ -12,7 +12,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="
 EXAMPLES = {
     re.search(r"(?:def|class) (\w+)", block)[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S)
 }
-METRICS = {"soft_clip": "bend", "FirstAndLast": "kl_of_last_minibatch"}
+METRICS = {"soft_clip": "loss/bend", "FirstAndLast": "kl_of_last_minibatch"}
 
 
 def test_there_are_five_of_at_most_25_lines():

@@ -140,7 +140,8 @@ class Objective:
     σ is what whitening divided the advantages by, so that β is a price in units of the reward.
 
     A different policy loss overrides `surrogate` and `clipped`; with `additive` false it receives all tokens of the
-    rows in one call. `surrogate` may return metrics besides the losses, one number per token and name.
+    rows in one call. `surrogate` may return metrics besides the losses, one number per token and name, which become
+    `loss/NAME`, so that none takes the name of another metric.
     """
 
     clip: Clip = 0.2
@@ -198,7 +199,8 @@ class Objective:
         if rows.weights is not None:
             surrogate = surrogate * rows.weights.flatten()[at]
         parts = {"policy_loss": surrogate, "entropy_in_update": now.entropy, "kl_in_update": kl}
-        return metrics | {name: losses for name, losses in parts.items() if losses is not None}
+        own = {f"loss/{name}": numbers for name, numbers in metrics.items()}
+        return own | {name: losses for name, losses in parts.items() if losses is not None}
 
     def around_proximal(self, logprobs: Tensor, rows: Experience) -> Experience:
         """The rows with log-probs and weights of the proximal policy of a pass with these log-probs."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tokencredit.core.estimator_table import parameters_of
 from tokencredit.core.losses import MAX_LOG_RATIO, Clip
 from tokencredit.errors import RunStopped
 from tokencredit.learn import objective
@@ -21,8 +22,6 @@ LOSS_INPUTS = ("ratio", "logprobs", "old_logprobs", "advantages", "returns", "ma
 """Tensors that a loss may name: of the acted tokens, `[tokens]`, or with `mask` of whole rows, `[rows, time]`."""
 LOSS_SETTINGS = ("clip", "dual_clip")
 """Settings that it may name: `clip` is a pair, how far the ratio may fall and rise."""
-TERMS = {"loss", "policy_loss", "value_loss", "entropy_in_update", "kl_in_update", "grad_norm", "steps", "bad_steps"}
-"""Names of metrics that are not for others."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class FunctionObjective(Objective):
 
     @cached_property
     def named(self) -> Mapping[str, inspect.Parameter]:
-        """The function's parameters."""
-        return inspect.signature(self.function).parameters
+        """The function's parameters, without those that are fixed."""
+        return parameters_of(self.function)
 
     @property
     def additive(self) -> bool:  # type: ignore[override]
@@ -67,8 +66,6 @@ class FunctionObjective(Objective):
         }
         result = self.function(**{name: known[name] for name in self.named if name in known})
         losses, metrics = result if isinstance(result, tuple) else (result, {})
-        if taken_names := TERMS & set(metrics):
-            raise RunStopped(f"ppo.loss returned a metric {min(taken_names)}, a name that every update has; rename it")
         for name, x in {"a loss": losses, **metrics}.items():
             if not isinstance(x, Tensor) or x.shape != logprobs.shape:
                 found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
