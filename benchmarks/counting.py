@@ -1,9 +1,9 @@
 """Count kernels and host syncs of a piece of code, on any device, through PyTorch's dispatcher.
 
 A host sync is an operation for which Python waits, such as `.item()`, `.tolist()`, `bool(tensor)`, an index by a bool
-mask or `torch.tensor(…, device=…)`. On a CPU it costs nothing; on a GPU the queue of kernels runs empty. The counter
-sees the same code on both. A kernel is an operation that writes memory, views left out: before fusion, one launch or
-more on a GPU.
+mask, `torch.tensor(…, device=…)` or `x[index] = 1.0`. On a CPU it costs nothing; on a GPU the queue of kernels runs
+empty. The counter sees the same code on both. A kernel is an operation that writes memory, views left out: before
+fusion, one launch or more on a GPU.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class _Functions(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name == "tensor" and (kwargs or {}).get("device") is not None:  # Python waits for the copy to the GPU
             self.counts.sync(name)
+        if name == "__setitem__" and _by_tensor(args[1]) and not isinstance(args[2], Tensor):
+            self.counts.sync("a number put by index")  # a CPU tensor is made of it, and copied
         if name in TO_PYTHON and args and isinstance(args[0], Tensor):
             self.counts.sync(name)
             self.counts._inside = True  # nested operations belong to this sync
@@ -86,3 +88,8 @@ class _Operations(TorchDispatchMode):
         if not operation.is_view and name not in WITHOUT_KERNEL:
             self.counts.kernels[name] += 1
         return operation(*args, **(kwargs or {}))
+
+
+def _by_tensor(index: Any) -> bool:
+    """True if an index has a tensor in it."""
+    return any(isinstance(part, Tensor) for part in (index if isinstance(index, tuple) else (index,)))

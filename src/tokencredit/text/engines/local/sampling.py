@@ -126,7 +126,7 @@ class Decoding:
         # Draw with the row's own random number for this position, and record the token with what it was drawn from.
         tokens = draw(allowed, self.uniforms[rows, lengths.clamp(max=self.limit - 1)])
         self.response_ids[at] = tokens
-        self.acted[at] = True
+        self.acted[at] = torch.ones_like(active)  # of a Python number, a GPU would wait for a copy
         self.logprobs[at] = distribution.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         if self.entropy is not None:
             self.entropy[at] = torch.special.entr(distribution.exp()).sum(-1)
