@@ -217,7 +217,7 @@ def sweep(options: Options) -> None:
     if options.export and (options.on != "local" or options.jobs):
         raise ConfigError("--export trains nothing, so that --on and --jobs have no effect; leave them out")
     from tokencredit.tools.sweep import runner
-    from tokencredit.tools.sweep.sweep_file import first_seeds, read_sweep, refuse_changed
+    from tokencredit.tools.sweep.sweep_file import first_seeds, read_sweep, refuse_broken, refuse_changed
 
     runs = read_sweep(Path(options.file), partial(configure, no_code=options.no_code))
     count, most = options.seeds, len({run.seed for run in runs})
@@ -228,6 +228,7 @@ def sweep(options: Options) -> None:
     if options.export:
         runner.export(runs, Path(options.export), options.file)
         return
+    refuse_broken(runs)
     refuse_changed(runs)
     jobs = options.jobs or (1 if options.on == "local" else None)
     if options.dry_run:

@@ -43,12 +43,10 @@ from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import AgentConfig, ControlConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.run_kind import CONTROL, own_parts
-from tokencredit.user_code.parts import load_estimator, load_loss, loaded_parts
+from tokencredit.user_code.parts import load_parts, loaded_parts
 
 EPISODES = 100
 """Number of recent training episodes averaged in train/average_return."""
-AGENT_INPUTS = ("logprobs", "entropy")
-"""Inputs of an agent's estimator besides those that every run has."""
 EVALUATION_SEED = 10_000
 """Added to the run's seed, so that evaluation episodes differ from training episodes."""
 
@@ -59,8 +57,8 @@ class ControlTrainer:
     def __init__(self, args: ControlConfig | None = None):
         """Make environments, agent and optimizer; raises `ConfigError` for what cannot be used."""
         self.args = args = require_config(args, ControlConfig)
-        self.advantage = load_estimator(args.advantage, AGENT_INPUTS)
-        loaded = replace(args, advantage=self.advantage, ppo=load_loss(args.ppo))
+        loaded = load_parts(args)
+        self.advantage = loaded.advantage
         processes = Processes(args.run.timeout)
         several = processes if processes.count > 1 else None
         if several:

@@ -9,15 +9,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import Part, describe, label
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.data import PACKAGED, DefaultReward
+from tokencredit.settings.data import PACKAGED, DefaultReward, FunctionTerm
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.model_loading import folder_digest, weights_digest
 from tokencredit.text.rewards.calls import Term
-from tokencredit.user_code.parts import loaded_parts
+from tokencredit.text.rewards.terms import load_function
+from tokencredit.text.turns.environments import load_factory, load_tools
+from tokencredit.user_code.parts import load_parts, loaded_parts
 from tokencredit.user_code.user_objects import load_object
 
 
@@ -55,6 +58,19 @@ def named_parts(args: PPOConfig | ControlConfig) -> dict[str, Any]:
     read |= {"model.name": args.model.name, "critic.name": args.critic.name, "env.factory": args.env.factory}
     read |= {f"tools[{i}]": tool for i, tool in enumerate(args.tools)}
     return read | {f"reward[{i}].{kind}": name for i, term in enumerate(args.reward) for kind, name in [term.source()]}
+
+
+def check_code(args: PPOConfig | ControlConfig) -> None:
+    """Load the code of users that settings name, as a run does; `ConfigError` names the key of what cannot be used."""
+    load_parts(args)
+    if isinstance(args, PPOConfig):
+        for number, term in enumerate(args.reward):
+            try:
+                _ = load_function(term.function, term.kwargs) if isinstance(term, FunctionTerm) else None
+            except ConfigError as error:
+                raise ConfigError(f"reward[{number}]: {error}") from error
+        load_factory(args.env)
+        load_tools(args.tools)
 
 
 def entries(argument: str, value: Any) -> dict[str, Any]:

@@ -26,6 +26,9 @@ from tokencredit.user_code.user_objects import check_kwargs, described, load_obj
 
 Advantage = TypeVar("Advantage", bound=AdvantageSettings)
 Update = TypeVar("Update", bound=PPOSettings)
+Config = TypeVar("Config", PPOConfig, ControlConfig)
+AGENT_INPUTS = ("logprobs", "entropy")
+"""Inputs of an agent's estimator besides those that every run has."""
 
 
 def load_part(value: Any, key: str) -> Any:
@@ -43,7 +46,10 @@ def load_part(value: Any, key: str) -> Any:
             f"{key} is {value}, which was given from Python, and a file cannot hold it: give it again, as in "
             f"config.{group}.{field} = {name}, or name its file, {key}: path/file.py:{re.split(r'[ (]', name)[0]}"
         )
-    return load_object(value, "critic" if key == "critic.kind" else key.rpartition(".")[2])
+    try:
+        return load_object(value, "critic" if key == "critic.kind" else key.rpartition(".")[2])
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def loaded_parts(config: PPOConfig | ControlConfig) -> dict[str, Any]:
@@ -147,8 +153,10 @@ def load_critic(args: CriticConfig, inputs: Collection[str]) -> CriticConfig:
     return replace(args, kind=OwnCritic(values, fit, part), kwargs={})
 
 
-def load_parts(args: PPOConfig) -> PPOConfig:
+def load_parts(args: Config) -> Config:
     """The configuration with a user's parts in place of their names; raises `ConfigError` for one that cannot work."""
+    if isinstance(args, ControlConfig):
+        return replace(args, advantage=load_estimator(args.advantage, AGENT_INPUTS), ppo=load_loss(args.ppo))
     absent = ["ref_logprobs"] * (args.kl.coef == 0)
     absent += ["token_ids", "prefix_scores"] * (args.advantage.unit == "turn")
     inputs = [name for name in (*INPUTS, "group_size", "baseline") if name not in absent]

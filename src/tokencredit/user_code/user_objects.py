@@ -22,6 +22,9 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import LIBRARIES
 from tokencredit.runs.untrusted import visible
 
+MODULE = "tokencredit_user_"
+"""Beginning of the names of modules that run the files of users."""
+
 
 @restored()
 def load_object(spec: str, kind: str) -> Any:
@@ -45,7 +48,7 @@ def _from_file(location: str, kind: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no {kind} file {location!r} (looked for {path})")
     key = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
-    name = f"tokencredit_user_{path.stem}_{key}"
+    name = f"{MODULE}{path.stem}_{key}"
     if name in sys.modules:
         return sys.modules[name]
     # A module that runs the file, here and in processes that it spawns. Not the file itself, whose compiled form would
@@ -60,7 +63,7 @@ def _from_file(location: str, kind: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"the {kind} file {location!r} cannot be run: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the {kind} file {location!r} {described(error)}") from error
 
 
 @cache
@@ -109,7 +112,9 @@ def check_kwargs(
 def described(error: BaseException) -> str:
     """An exception's type and message, with file and line of the innermost frame in user code, if there is one."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    files = [(file, line) for file, line in frames if not file.startswith("<")]
+    files = [
+        (file, line) for file, line in frames if not file.startswith("<") and not Path(file).name.startswith(MODULE)
+    ]
     user = [place for place in files if not any(Path(place[0]).is_relative_to(folder) for folder in LIBRARIES)]
     return summarized(error) + visible(" at {}:{}".format(*user[-1]) if user else "")
 

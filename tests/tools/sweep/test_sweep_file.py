@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import re
 
 import pytest
 import yaml
@@ -12,7 +13,15 @@ from tokencredit.settings.run_kind import TEXT, configure
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.run_parts import part_of
 from tokencredit.tools.sweep import sweep_file as sweep
-from tokencredit.tools.sweep.sweep_file import combinations, expand, first_seeds, merged, read_sweep, refuse_changed
+from tokencredit.tools.sweep.sweep_file import (
+    combinations,
+    expand,
+    first_seeds,
+    merged,
+    read_sweep,
+    refuse_broken,
+    refuse_changed,
+)
 
 PLAIN = {"kind": "control", "dir": "out", "seeds": [1, 2], "base": {"steps": 64, "optim.lr": 0.1}}
 ONE = {"variants": {"plain": {}}}
@@ -246,6 +255,38 @@ def test_a_run_whose_reward_file_was_edited_is_named(tmp_path):
     source.write_text("def length(completions):\n    return [-len(x) for x in completions]\n")
     with pytest.raises(ConfigError, match=r"other settings: reward\[0\]\.function is now length \(rewards\.py"):
         refuse_changed([run])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (
+            "text",
+            {"advantage.estimator": "{file}:gaee"},
+            r"variant plain: advantage\.estimator: .* has no 'gaee'",
+        ),
+        ("text", {"critic.kind": "{file}:gae"}, r"variant plain: critic\.kind gae \(mine\.py\) has no method values"),
+        (
+            "text",
+            {"reward": [{"function": "{broken}:f"}]},
+            r"reward\[0\]: the reward file .* raised Zero.* at .*:2$",
+        ),
+        ("text", {"env.factory": "{file}:Game"}, r"env\.factory .*mine\.py:Game: .* has no 'Game'"),
+        (
+            "control",
+            {"ppo.loss": "{file}:gae"},
+            r"variant plain: ppo\.loss gae .* needs rewards, which this run",
+        ),
+    ],
+)
+def test_code_that_cannot_be_used_is_found_before_the_first_run(kind, settings, message, tmp_path):
+    files = {"file": tmp_path / "mine.py", "broken": tmp_path / "broken.py"}
+    files["file"].write_text("def gae(rewards, values):\n    return rewards, values\n")
+    files["broken"].write_text("f = 1\nf / 0\n")
+    base = yaml.safe_load(re.sub(r"\{(file|broken)\}", lambda found: str(files[found[1]]), json.dumps(settings)))
+    runs = asked(kind=kind, base=base)
+    with pytest.raises(ConfigError, match=message):
+        refuse_broken(runs)
 
 
 def test_what_a_run_chose_for_itself_is_no_other_setting(tmp_path):

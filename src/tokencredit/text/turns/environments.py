@@ -171,14 +171,9 @@ def load_environments(
         raise ConfigError("tools are given as an argument and as a setting; leave one of them out")
     if functions is not None and not isinstance(functions, list | tuple):
         raise ConfigError(f"tools is {functions!r:.200}; it must be a list of functions")
-    loaded = list(functions or ())
-    for number, spec in enumerate(tools):
-        try:
-            loaded.append(load_object(spec, "tool"))
-        except ConfigError as error:
-            raise ConfigError(f"tools[{number}]: {error}") from error
+    loaded = [*(functions or ()), *load_tools(tools)]
     if factory is None:
-        label, factory = _configured(config)
+        label, factory = load_factory(config)
     else:
         label = "environment_factory"
     if factory == {}:
@@ -190,7 +185,18 @@ def load_environments(
     return Environments(config, factory, loaded, label)
 
 
-def _configured(config: EnvironmentConfig) -> tuple[str, Any]:
+def load_tools(tools: Sequence[str]) -> list[Any]:
+    """The functions of the setting `tools`; `ConfigError` names the key of one that cannot be loaded."""
+    loaded = []
+    for number, spec in enumerate(tools):
+        try:
+            loaded.append(load_object(spec, "tool"))
+        except ConfigError as error:
+            raise ConfigError(f"tools[{number}]: {error}") from error
+    return loaded
+
+
+def load_factory(config: EnvironmentConfig) -> tuple[str, Any]:
     """The setting that names an environment, and its factory with the settings' arguments; None if there is none."""
     if config.factory is None:
         return "env", None

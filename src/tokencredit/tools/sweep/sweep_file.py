@@ -17,7 +17,7 @@ from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.reader import grouped, read_yaml
-from tokencredit.settings.run_kind import RUN_KINDS, RunKind, other_run_kind
+from tokencredit.settings.run_kind import RUN_KINDS, RunKind, foreign_code, other_run_kind
 from tokencredit.settings.text import PPOConfig
 
 KEYS = ("kind", "base", "grid", "variants", "seeds", "dir")
@@ -230,6 +230,19 @@ def refuse_changed(runs: Sequence[SweepRun]) -> None:
                 f"{run.name} in {str(run.folder)!r} was begun with other settings: {changed}; give the sweep another "
                 "dir, or move that run away"
             )
+
+
+def refuse_broken(runs: Sequence[SweepRun]) -> None:
+    """Raise `ConfigError` if a run names code of a user that cannot be loaded, or does not fit its settings."""
+    for run in {run.variant: run for run in runs}.values():
+        config = run.run_kind.config.from_dict(run.config)
+        if isinstance(config, PPOConfig | ControlConfig) and foreign_code(config):
+            from tokencredit.text.run_parts import check_code  # which imports torch
+
+            try:
+                check_code(config)
+            except ConfigError as error:
+                raise ConfigError(f"variant {run.variant}: {error}") from error
 
 
 def _edited(run: SweepRun) -> Iterator[tuple[str, Part]]:
