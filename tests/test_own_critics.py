@@ -127,6 +127,34 @@ def test_what_cannot_work_is_refused_before_training(critic, groups, message, tm
         PPOTrainer(args=text_config(tmp_path / "run", critic=CriticConfig(**critic), **groups))
 
 
+class Mean:
+    """A critic with one value, which a state can miss in two ways."""
+
+    def __init__(self, saves=True, loads=True):
+        self.mean, self.saves, self.loads = 0.0, saves, loads
+
+    def values(self, mask):
+        return torch.full(mask.shape, self.mean)
+
+    def fit(self, returns):
+        self.mean = float(returns.mean()) + 1
+
+    def state_dict(self):
+        return {"mean": self.mean} if self.saves else {}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"] if self.loads and self.saves else 0.0
+
+
+@pytest.mark.parametrize("broken", ["saves", "loads"])
+@pytest.mark.parametrize("built", [True, False])
+def test_a_critic_that_a_resumed_run_would_begin_anew_stops_the_run(broken, built, tmp_path):
+    critic = CriticConfig(kind=Mean(**{broken: False}) if built else Mean, kwargs={} if built else {broken: False})
+    trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=critic))
+    with pytest.raises(RunStopped, match=r"critic.kind Mean.*: a new one that loads its state has other values, so"):
+        trainer.train()
+
+
 def test_values_of_another_shape_stop_the_run(tmp_path):
     trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=CriticConfig(kind=Short)))
     with pytest.raises(RunStopped, match=r"values of critic.kind Short.* is of shape \(8, 7\); it must be a tensor"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +61,7 @@ class Credit:
         self.explained = RunningMoments(EXPLAINED_DECAY)
         self.prefixes = PrefixFit(args.rollout.max_new_tokens)
         self.own = args.critic.kind if isinstance(args.critic.kind, OwnCritic) else None
+        self.state_checked = False
 
     def give(self, scored: Batch, *, fit: bool = True) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
@@ -89,6 +92,7 @@ class Credit:
         if self.own is not None and fit:
             known = self._inputs(scored) | {"rewards": rewards, "returns": returns, "values": rollout.values}
             self.own.fit(**named(self.own.fit, known))
+            self.state_checked = self.state_checked or self.own.check_state(partial(self._own_values, scored))
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
         in_loss = self._in_loss(rollout)
         batch = replace(
@@ -121,7 +125,7 @@ class Credit:
     def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
         """Add the values fitted to the scores of prefixes to those of the critic; this batch joins the fit."""
         if self.own is not None:
-            return replace(scored, rollout=replace(scored.rollout, values=self._own_values(scored)))
+            return replace(scored, rollout=replace(scored.rollout, values=self._own_values(scored, self.own)))
         if scored.prefixes is None or not self.args.critic.ours:
             return scored
         rollout, options = scored.rollout, {"gamma": self.args.advantage.gamma}
@@ -264,12 +268,11 @@ class Credit:
             "gamma": self.args.advantage.gamma,
         }
 
-    def _own_values(self, scored: Batch) -> Tensor:
+    def _own_values(self, scored: Batch, own: OwnCritic) -> Tensor:
         """Values by a critic of the user's, 0 outside the mask."""
-        assert self.own is not None
         mask = scored.rollout.mask
-        values: Any = self.own.values(**named(self.own.values, self._inputs(scored)))
-        name = f"values of critic.kind {name_of(self.own.part)}"
+        values: Any = own.values(**named(own.values, self._inputs(scored)))
+        name = f"values of critic.kind {name_of(own.part)}"
         if not isinstance(values, Tensor) or values.shape != mask.shape:
             found = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
             raise RunStopped(f"{name} is {found:.80}; it must be a tensor of shape {tuple(mask.shape)}, one per token")
@@ -341,7 +344,8 @@ class Credit:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The KL controller's state, the running moments and the fit to prefixes."""
         parts = ("kl", "scores", "baseline", "explained", "prefixes")
-        own = {} if self.own is None else {"own": self.own.part.state_dict()}
+        # A copy, since `fit` may work in place.
+        own = {} if self.own is None else {"own": deepcopy(self.own.part.state_dict())}
         return {name: getattr(self, name).state_dict() for name in parts} | own
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from tokencredit.core.estimator_table import BOUNDS, INPUTS, SETTINGS, parameters_of
@@ -16,6 +18,7 @@ from tokencredit.distributed.processes import connection_lost, out_of_memory, re
 from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.learn.objective import Objective
 from tokencredit.learn.own_loss import LOSS_INPUTS
+from tokencredit.learn.rng import preserved
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.parts import PYTHON, is_own, name_of
@@ -26,7 +29,7 @@ from tokencredit.user_code.user_objects import check_kwargs, described, load_obj
 
 Advantage = TypeVar("Advantage", bound=AdvantageSettings)
 Update = TypeVar("Update", bound=PPOSettings)
-Config = TypeVar("Config", PPOConfig, ControlConfig)
+Config = TypeVar("Config", bound=PPOConfig | ControlConfig)
 AGENT_INPUTS = ("logprobs", "entropy")
 """Inputs of an agent's estimator besides those that every run has."""
 
@@ -124,11 +127,45 @@ class OwnCritic:
     fit: Callable[..., None]
     part: Any
     """The user's object."""
+    untrained: Callable[[], Any]
+    """Makes the object as it was before training; None if it cannot be copied."""
 
     @property
     def inputs(self) -> set[str]:
         """Names of what its methods read."""
         return {*parameters_of(self.values), *parameters_of(self.fit)}
+
+    def check_state(self, values_of: Callable[[OwnCritic], Tensor]) -> bool:
+        """True once it is known that an untrained critic with the state of this one has the same values.
+
+        False while training has changed none. Called after a fit; `values_of` gives a critic's values of one batch.
+
+        Raises:
+            RunStopped: its values differ, so that a resumed run would go on with another critic.
+        """
+        with preserved():
+            part = self.untrained()
+        if part is None:
+            return True
+        what = f"critic.kind {name_of(self.part)}"
+        other = replace(self, part=part, values=guarded(part.values, what))
+        trained, before = _drawn_alike(values_of, self), _drawn_alike(values_of, other)
+        if torch.equal(trained, before):
+            return False
+        with preserved():
+            guarded(part.load_state_dict, what)(copy.deepcopy(guarded(self.part.state_dict, what)()))
+        if not torch.allclose(_drawn_alike(values_of, other), trained, rtol=1e-3, atol=1e-6):
+            raise RunStopped(
+                f"{what}: a new one that loads its state has other values, so that a resumed run would go on with "
+                "another critic; let state_dict() return all that fit changes, and load_state_dict(state) restore it"
+            )
+        return True
+
+
+def _drawn_alike(values_of: Callable[[OwnCritic], Tensor], critic: OwnCritic) -> Tensor:
+    """A critic's values, with the random numbers that every call has, and none of the run's."""
+    with preserved():
+        return values_of(critic)
 
 
 def load_critic(args: CriticConfig, inputs: Collection[str]) -> CriticConfig:
@@ -143,14 +180,25 @@ def load_critic(args: CriticConfig, inputs: Collection[str]) -> CriticConfig:
     name = name_of(part)
     if isinstance(part, type):
         check_kwargs(name, part, args.kwargs)
-        part = guarded(part, f"critic.kind {name}")(**args.kwargs)
+        untrained = partial(guarded(part, f"critic.kind {name}"), **args.kwargs)
+        part = untrained()
+    else:
+        untrained = partial(_deep_copy, _deep_copy(part))
     if missing := [method for method in METHODS if not callable(getattr(part, method, None))]:
         raise ConfigError(f"critic.kind {name} has no method {', '.join(missing)} (docs/your-own.md)")
     known = (*CRITIC_READS, *inputs)
     require_known("critic.kind", "critic.kwargs", part.values, f"{name}.values", known)
     require_known("critic.kind", "critic.kwargs", part.fit, f"{name}.fit", (*known, *FIT_READS))
     values, fit = (guarded(method, f"critic.kind {name}") for method in (part.values, part.fit))
-    return replace(args, kind=OwnCritic(values, fit, part), kwargs={})
+    return replace(args, kind=OwnCritic(values, fit, part, untrained), kwargs={})
+
+
+def _deep_copy(part: Any) -> Any:
+    """A deep copy; None of what cannot be copied, such as a lock."""
+    try:
+        return copy.deepcopy(part)
+    except Exception:  # of the user's code
+        return None
 
 
 def load_parts(args: Config) -> Config:
