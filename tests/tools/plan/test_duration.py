@@ -36,6 +36,12 @@ def test_a_full_pass_follows_a_rollout_in_bfloat16_and_a_separate_critic_has_its
     assert seconds["update"] == pytest.approx(3 * (4 * 5 + 2 * 0.5) + 2 * (3 * 4 * 1.5 + 2 * 0.5))
 
 
+def test_entropies_for_a_part_of_the_user_take_a_full_pass(tmp_path):
+    (tmp_path / "mine.py").write_text("def unsure(rewards, entropy):\n    return entropy, rewards\n")
+    settings = {"advantage.estimator": f"{tmp_path}/mine.py:unsure", "critic.kind": "none"}
+    assert stage_seconds(work_of(settings), TIMINGS, rows=4)["rollout"] == pytest.approx(4 + 10 * 0.2 + 4 * 2)
+
+
 def test_scores_of_prefixes_take_their_share_of_the_policys_passes():
     assert stage_seconds(work_of(), TIMINGS, rows=4, prefixes=0.5)["prefixes"] == pytest.approx(4 * 2 / 2)
 

@@ -47,9 +47,9 @@ def stage_seconds(
 
     With R rows per process, r rows per timed pass, and passes of similar speed per row: a pass over all rows takes
     R / r times as long as the timed one. The rollout is a pass over the prompts and a decoding step per further token,
-    as long as with half of the completion in the cache; in bfloat16 a full pass follows. A backward pass takes twice as
-    long as a forward pass, which counts for the training of a separate critic alone. Reward models that score prefixes
-    are as fast as the policy, per weight that a token meets.
+    as long as with half of the completion in the cache; a full pass follows in bfloat16, and one for the entropies that
+    a part of the user reads. A backward pass takes twice as long as a forward pass, which counts for the training of a
+    separate critic alone. Reward models that score prefixes are as fast as the policy, per weight that a token meets.
     """
     batch, config, minibatches = work.mean, work.config, work.config.ppo.minibatches
     passes = {name: batch.rows / rows * seconds for name, seconds in timings.items()}
@@ -58,7 +58,7 @@ def stage_seconds(
     own = config.critic.kind == "separate"
     alone = config.critic.epochs * ((3 if own else 1) * critic + steps)
     return {
-        "rollout": prompts + (batch.new - 1) * timings["step"] + passes["scoring"] * work.half + critic * own,
+        "rollout": prompts + (batch.new - 1) * timings["step"] + passes["scoring"] * work.full_passes + critic * own,
         "reference": passes.get("reference", 0.0),
         **({} if prefixes is None else {"prefixes": prefixes * passes["scoring"]}),
         "update": config.ppo.epochs * (passes["training"] + steps) + alone,
@@ -108,7 +108,7 @@ def exchanged_bytes(work: Work, sizes: Sizes) -> float:
     if not work.sharded:
         return 4.0 * sizes.trained * minibatches
     updates = minibatches * -(-work.minibatch_rows // work.micro_rows(work.minibatch_rows, batch))
-    read = (1 if config.sharding.sampling == "gathered" else batch.new) + work.half + (config.kl.coef > 0)
+    read = (1 if config.sharding.sampling == "gathered" else batch.new) + work.full_passes + (config.kl.coef > 0)
     kept = sizes.parts["kept"]
     models = work.processes * (kept["weights"] + kept["critic"])
     return models * (1.5 * updates + 0.5 * read)

@@ -23,6 +23,7 @@ from tokencredit.text.models.model_loading import (
 )
 from tokencredit.text.models.precision import Dtype, choose_for_device
 from tokencredit.text.ppo_setup import check_batch_size
+from tokencredit.user_code.parts import load_parts, read_by_parts
 
 SURVEYED = 1024
 """Prompts whose tokens are counted; a data set's further ones are taken to be alike."""
@@ -74,6 +75,11 @@ class Work:
         return self.dtype == "bfloat16"
 
     @property
+    def full_passes(self) -> int:
+        """Passes of the policy over whole completions after a rollout: log-probs in bfloat16, and entropies."""
+        return self.half + ("entropy" in read_by_parts(self.config))
+
+    @property
     def sharded(self) -> bool:
         """True if models are sharded over several processes."""
         return self.config.run.shard == "full" and self.processes > 1
@@ -104,6 +110,7 @@ def plan_work(
     device: Device | None = None,
 ) -> Work:
     """The work of a run, from the model's configuration, its tokenizer and the prompts, without weights."""
+    config = load_parts(config)  # which tells what they read
     lm_config, longest, assumptions = base_config(config.model), config.rollout.max_new_tokens, []
     check_batch_size(config, processes)
     if tokens is not None and tokens > longest:
