@@ -25,16 +25,13 @@ from tokencredit.settings.parts import is_own, name_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
+from tokencredit.text.data.lam_choice import LAMS, LamChoice
 from tokencredit.text.data.prefixes import PrefixFit
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.user_code.parts import OwnCritic
 
 NOISE = math.sqrt(VARIANCE_GUARD)
 """Standard deviation of scores up to which their differences count as noise."""
-EXPLAINED_DECAY = 0.8
-"""Decay per batch of the running explained variance that λ follows."""
-UNFITTED_LAM = 0.95
-"""λ of `advantage.lam: auto` where scores of prefixes explain nothing."""
 
 
 class ScoreScale(NamedTuple):
@@ -58,7 +55,7 @@ class Credit:
         self.kl = build_kl(args.kl)
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
-        self.explained = RunningMoments(EXPLAINED_DECAY)
+        self.lam_choice = LamChoice()
         self.prefixes = PrefixFit(args.rollout.max_new_tokens)
         self.own = args.critic.kind if isinstance(args.critic.kind, OwnCritic) else None
         self.state_checked = False
@@ -66,7 +63,7 @@ class Credit:
     def give(self, scored: Batch, *, fit: bool = True) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
 
-        A critic of the user's is then fitted to the returns, unless `fit` is false.
+        A critic of the user's is then fitted to the returns, and λ follows the batch, unless `fit` is false.
 
         A truncated completion counts as terminal: it gets its full score, and the value of the state after it is 0.
         Bootstrapping from the critic as well would count the score twice, and since the critic learns from that sum,
@@ -84,6 +81,8 @@ class Credit:
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
         # Values: those fitted to the scores of prefixes, with the critic's for what they leave.
         scored = self._with_fit(scored, score_rewards + kl_rewards)
+        if fit and scored.fitted is not None and args.advantage.lam == "auto":
+            self._choose_lam(scored, score_rewards + kl_rewards)
         rollout = scored.rollout
         # Advantages and returns. This batch's rewards enter the running baseline only now, since a baseline must not
         # depend on what it is subtracted from.
@@ -133,19 +132,24 @@ class Credit:
         where = self._in_loss(rollout)
         fitted = self.prefixes.values(scored.prefixes, returns, where, self.first, self.reduce)
         fitted = fitted.masked_fill(~rollout.mask, 0.0)
-        explained = 1 - self.reduce(_squares(returns - fitted, where)) / self.reduce(
-            _squares(returns - fitted[:, :1], where)
-        )
-        if explained.isfinite():  # undefined for constant returns
-            self.explained.update(explained.clamp(min=0))
         values = fitted if rollout.values is None else rollout.values + fitted
         return replace(scored, rollout=replace(rollout, values=values), fitted=fitted)
 
     @property
     def lam(self) -> float:
-        """λ of the settings or, with `advantage.lam: auto`, 0.95 · (1 − EV) with the explained variance of the fit."""
+        """λ of the settings or, with `advantage.lam: auto`, the one that agrees best with the effects of tokens."""
         lam = self.args.advantage.lam
-        return UNFITTED_LAM * (1 - self.explained.mean) if lam == "auto" else lam
+        return self.lam_choice.lam if lam == "auto" else lam
+
+    def _choose_lam(self, scored: Batch, rewards: Tensor) -> None:
+        """Let this batch count for `advantage.lam: auto`."""
+        rollout, gamma = scored.rollout, self.args.advantage.gamma
+        where = self._where(scored)
+        each = [
+            estimate("gae", rewards, rollout.values, options={"gamma": gamma, "lam": lam}, **where)[0] for lam in LAMS
+        ]
+        counted = rollout.response_ids, self._in_loss(rollout)
+        self.lam_choice.update(torch.stack(each), *counted, self.first, self.reduce)
 
     def advantage_now(self) -> AdvantageConfig:
         """The advantage settings with the current λ."""
@@ -342,8 +346,8 @@ class Credit:
         )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """The KL controller's state, the running moments and the fit to prefixes."""
-        parts = ("kl", "scores", "baseline", "explained", "prefixes")
+        """The KL controller's state, the running moments, the fit to prefixes and what λ follows."""
+        parts = ("kl", "scores", "baseline", "prefixes", "lam_choice")
         # A copy, since `fit` may work in place.
         own = {} if self.own is None else {"own": deepcopy(self.own.part.state_dict())}
         return {name: getattr(self, name).state_dict() for name in parts} | own
@@ -379,10 +383,6 @@ class Credit:
         # A smaller deviation is noise; dividing by it would blow up scores that are all equal.
         deviation = self.scores.deviation if self.scores.deviation > NOISE else 1.0
         return ScoreScale(self.scores.mean if args.shift_mean else 0.0, deviation)
-
-
-def _squares(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, x, 0.0).square().sum()
 
 
 def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:
