@@ -32,9 +32,9 @@ PARTS = (
     "side_by_side",
     "engines",
     "variants",
-    "compiled",
-    "others",
     "growth",
+    "others",
+    "compiled",
 )
 WIDTHS = (13, 13, 56, 10, 9, 12)
 

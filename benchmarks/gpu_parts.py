@@ -274,9 +274,9 @@ class Bench:
         yield from self.speed(self.size.main, self.size.batch)
 
     def others(self) -> Iterator[Row]:
-        """Iterations of the other shapes."""
+        """Iterations of the other shapes, with half the rows: 1.7 B parameters with all take 96 GB."""
         for shape in self.size.others:
-            yield from self.speed(shape, self.size.batch)
+            yield from self.speed(shape, replace(self.size.batch, rows=self.size.batch.rows // 2))
             self.release()
 
     def speed(self, shape: Shape, batch: Batch) -> Iterator[Row]:
@@ -300,17 +300,20 @@ class Bench:
         if memory:
             for stage in ("rollout", "reference", "update"):
                 yield Row(shape.name, f"peak memory in {stage}", memory.peaks[stage] / 1e9, "GB")
-        yield from self.minibatch_counts(shape, batch, trainer)
+        del trainer
+        self.release()
+        yield from self.minibatch_counts(shape, batch)
 
-    def minibatch_counts(self, shape: Shape, batch: Batch, trainer: PPOTrainer) -> Iterator[Row]:
-        """Kernels and syncs of a minibatch: those of two passes minus those of one."""
+    def minibatch_counts(self, shape: Shape, batch: Batch) -> Iterator[Row]:
+        """Kernels and syncs of a minibatch: those of two passes over it minus those of one."""
+        trainer = self.trainer(shape, replace(batch, rows=batch.rows // batch.minibatches, minibatches=1))
         _, experience = trainer.credit.give(trainer.collect())
         counts = []
         for epochs in (1, 2):
             trainer.learner.settings = replace(trainer.learner.settings, epochs=epochs)
             counts.append(self.counted(lambda: trainer.learner.update(experience)))
         for name, once, twice in zip(("kernels", "waits"), *counts, strict=True):
-            yield Row(shape.name, f"{name} per minibatch", (twice - once) / batch.minibatches)
+            yield Row(shape.name, f"{name} per minibatch", float(twice - once))
 
     def counted(self, run: Callable[[], Any]) -> tuple[int, int]:
         """Kernel launches and syncs of a call: by the profiler on a GPU, else by the dispatcher."""
@@ -366,7 +369,7 @@ class Bench:
 
     def engines(self) -> Iterator[Row]:
         """Sampling with each engine that is installed, the pass for log-probs included, in float32 and bfloat16."""
-        shape, batch = self.size.main, self.size.batch
+        shape, batch = self.size.main, replace(self.size.batch, new=self.size.compared)
         lm = self.model(shape)
         names = ("local", "continuous", *(["vllm"] if find_spec("vllm") else []))
         for name, dtype in product(names, ("float32", "bfloat16")):
@@ -375,7 +378,7 @@ class Bench:
             prompts, uniforms = trainer.stream.next_batch()
             rollouts: list[Rollout] = []
             sample = partial(trainer.pipeline.engine.generate, prompts, rollout, uniforms)
-            spent = self.seconds(lambda sample=sample, rollouts=rollouts: rollouts.append(sample()))
+            spent = self.seconds(lambda sample=sample, rollouts=rollouts: rollouts.append(sample()), 1)
             yield Row(shape.name, f"{name}, {dtype}", batch.responses / spent, "tokens/s")
             drawn = rollouts[-1].behavior_logprobs
             if drawn is not None:
