@@ -193,6 +193,7 @@ AUDIT = {
     "continuations": 4.0,
     "credit": {
         "tokens": 2,
+        "significant": 1,
         "noise": FIGURE,
         "shown": "a",
         "estimators": {"a": dict.fromkeys(("correlation", "sign_agreement", "gain"), FIGURE)},

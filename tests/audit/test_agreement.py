@@ -55,7 +55,7 @@ def test_credit_by_hand():
     assert value(credit["estimators"]["shown"], "gain") == 0
     assert value(credit["estimators"]["shown"], "sign_agreement") == pytest.approx(2 / 3), "0 ± ½ has no sign"
     assert value(credit["estimators"]["other"], "sign_agreement") == 1
-    assert (credit["tokens"], credit["shown"]) == (4, "shown")
+    assert (credit["tokens"], credit["significant"], credit["shown"]) == (4, 3, "shown")
     assert value(credit, "noise") == pytest.approx(0.25 / 14)
     assert value(credit, "error") == pytest.approx(math.sqrt((1 + 9 + 1 + 1) / 4 - 0.25)), "without the truth's noise"
     assert [share_real(x) for x in (None, -0.5, 0.3, 1.2)] == [None, 0.0, pytest.approx(0.09), 1.0]

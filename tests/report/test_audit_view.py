@@ -125,7 +125,7 @@ def test_the_tables_are_those_of_the_numbers(run):
     ]
     assert found["chart"]["reliability"] == critic["reliability"]
     text = page.render(run)
-    assert "sign agreement" in text
+    assert f"sign agreement (n = {credit['significant']})" in text
     assert "explained variance" in text
 
 

@@ -124,12 +124,19 @@ def test_an_audit_says_with_its_table_what_is_noise(credit_noise, value_noise):
     found = {"correlation": figure(0.11, -0.8, 1.2), "sign_agreement": figure(0.5)}
     critic = {"explained_variance": figure(-0.4, -0.9, -0.1), "rmse": figure(0.4), "constant_rmse": figure(0.3)}
     audit = {
-        "credit": {"tokens": 90, "shown": "gae", "estimators": {"gae": found}, "noise": figure(credit_noise)},
+        "credit": {
+            "tokens": 90,
+            "significant": 17,
+            "shown": "gae",
+            "estimators": {"gae": found},
+            "noise": figure(credit_noise),
+        },
         "critic": critic | {"noise": figure(value_noise)},
         "settings": {"completions": 16, "continuations": 4},
     } | {"iteration": 5, "continuations": 4.0, "seconds": 0.1}
     out = shown(lambda screen: screen.audit(audit))
     assert credit_verdict(audit) in out
+    assert "sign agreement (n = 17)" in out
     assert ("This audit is too noisy to say" in out) == (credit_noise > 0.5)
     assert ("The critic's figures are too noisy to judge it: 71 % of" in out) == (value_noise > 0.5)
 
@@ -138,7 +145,7 @@ def test_an_audit_says_with_its_table_what_is_noise(credit_noise, value_noise):
 def test_an_audit_with_too_little_time_says_so(states, short):
     unknown = {"value": None, "low": None, "high": None}
     estimators = {"gae": {"correlation": unknown, "sign_agreement": unknown}}
-    credit = {"tokens": states, "shown": "gae", "estimators": estimators}
+    credit = {"tokens": states, "significant": 0, "shown": "gae", "estimators": estimators}
     settings = {"completions": 16, "continuations": 32}
     audit = {"credit": credit, "critic": None, "iteration": 1, "continuations": 4.0, "seconds": 0.1}
     out = shown(lambda screen: screen.audit(audit | {"settings": settings}))

@@ -215,10 +215,11 @@ def judge_credit(truth: Truth, advantages: Mapping[str, Tensor]) -> dict[str, An
     """Compare estimators' advantages, `[rows, time]` each by label, with the truth; the first is the one shown.
 
     Returns:
-        `tokens`, the number of known ones; `noise`, the share of the truth's variance that is noise; `shown`; `error`,
+        `tokens`, the number of known ones; `significant`, the number of those whose true advantage is over two standard
+        errors from 0; `noise`, the share of the truth's variance that is noise; `shown`; `error`,
         the root mean squared error of its advantages; and `estimators`, each with the figures `correlation`,
-        `sign_agreement` (share of tokens with the correct sign, among those whose true advantage is over two standard
-        errors from 0) and `gain`, the correlation minus that of `shown`.
+        `sign_agreement` (share of the significant tokens with the correct sign) and `gain`, the correlation minus
+        that of `shown`.
     """
     known = truth.advantages.isfinite()
     resampling = Resampling(len(known))
@@ -241,6 +242,7 @@ def judge_credit(truth: Truth, advantages: Mapping[str, Tensor]) -> dict[str, An
         }
     return {
         "tokens": int(known.sum()),
+        "significant": int(significant.sum()),
         "noise": resampling.figure(sums[shown], noise_share),
         "shown": shown,
         "error": resampling.figure(sums[shown], rmse),
@@ -267,10 +269,11 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
         `audit/correlation` of the shown advantages with the true ones, with the bounds of its interval
         (`audit/correlation_low`, `audit/correlation_high`), and `audit/trust`, the share of their variance that is
         real; `audit/advantage_error`, their root mean squared error, unless it is lost in the noise;
-        `audit/sign_agreement`; `audit/noise` of the truth; `audit/raise_lam` and `audit/lower_lam`, lower bounds
-        of the gain in correlation with λ = 1 and λ = 0. For the critic: `audit/explained_variance` and its upper bound
-        `audit/explained_variance_high`, `audit/slope`, `audit/bias`, `audit/spread` and its upper bound,
-        `audit/ranking`, and `audit/value_noise`, the share of noise in the true values.
+        `audit/sign_agreement` over `audit/significant_tokens`; `audit/noise` of the truth; `audit/raise_lam` and
+        `audit/lower_lam`, lower bounds of the gain in correlation with λ = 1 and λ = 0. For the critic:
+        `audit/explained_variance` and its upper bound `audit/explained_variance_high`, `audit/slope`, `audit/bias`,
+        `audit/spread` and its upper bound, `audit/ranking`, and `audit/value_noise`, the share of noise in the true
+        values.
     """
     estimators, shown = credit["estimators"], credit["estimators"][credit["shown"]]
     correlation = dict.fromkeys(shown["correlation"]) if unknown(credit) else shown["correlation"]
@@ -281,6 +284,7 @@ def audit_metrics(credit: Mapping[str, Any], critic: Mapping[str, Any] | None) -
         "trust": share_real(correlation["value"]),
         "advantage_error": credit["error"]["value"] or None,
         "sign_agreement": shown["sign_agreement"]["value"],
+        "significant_tokens": credit["significant"],
         "noise": credit["noise"]["value"],
     }
     for name, label in {"raise_lam": MONTE_CARLO, "lower_lam": TD}.items():

@@ -76,9 +76,9 @@ def view(run: Run) -> dict[str, Any] | None:
     """Tables and chart data of a run's audit; None without one.
 
     Returns:
-        `estimators`, rows of label, correlation, sign agreement and gain as texts; `critic`, rows of name, value,
-        interval and meaning, empty without a critic; `caution` on them if they are noise; `chart`, the numbers of both
-        charts.
+        `estimators`, rows of label, correlation, sign agreement and gain as texts; `significant`, the number of tokens
+        whose signs are compared; `critic`, rows of name, value, interval and meaning, empty without a critic; `caution`
+        on them if they are noise; `chart`, the numbers of both charts.
     """
     if run.audit is None:
         return None
@@ -93,6 +93,7 @@ def view(run: Run) -> dict[str, Any] | None:
         "size": measured(run.audit),
         "noise": text(credit["noise"]),
         "estimators": rows,
+        "significant": credit["significant"],
         "critic": [(name, *text_parts(critic[key]), meaning) for key, (name, meaning) in CRITIC.items() if critic],
         "caution": critic_caution(critic),
         "chart": {

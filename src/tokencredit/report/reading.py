@@ -86,6 +86,7 @@ AUDIT_FILE: dict[str, Form] = {
     "tokens?": COUNT,
     "credit": {
         "tokens": COUNT,
+        "significant": COUNT,
         "noise": FIGURE,
         "shown": TEXT,
         "estimators": {"*": dict.fromkeys(OF_ESTIMATOR, FIGURE)},

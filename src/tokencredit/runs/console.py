@@ -208,7 +208,7 @@ class Screen:
         """Show an audit: each estimator's correlation with the true advantages, and the critic."""
         credit, critic = audit["credit"], audit["critic"]
         table = Table(title=f"credit against true values, iteration {audit['iteration']}", title_justify="left")
-        for column in ("estimator", "correlation", "95 % interval", "sign agreement"):
+        for column in ("estimator", "correlation", "95 % interval", f"sign agreement (n = {credit['significant']})"):
             table.add_column(column, justify="left" if column == "estimator" else "right")
         for label, figures in credit["estimators"].items():
             signs = figures["sign_agreement"]["value"]
