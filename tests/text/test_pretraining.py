@@ -26,10 +26,11 @@ from tokencredit.settings.training import AdvantageConfig, OptimConfig, UpdateCo
 from tokencredit.text import pretraining
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.pretraining import PATIENCE, RISE
+from tokencredit.text.pretraining import RISE
 
 pytestmark = pytest.mark.slow
 
+PATIENCE = 2
 NORMALIZED = {"score": ScoreConfig(normalize="running")}
 
 
@@ -101,7 +102,9 @@ def run(tmp_path_factory):
     critic = CriticConfig(kind="separate", layers=1, lr=6e-3, trunk_lr=1e-3)  # which is there in half the batches
     args = small(folder, pretrain=60, critic=critic, rollout=rollout, ppo=update)
     trainer = PPOTrainer(args=replace(args, run=replace(args.run, iterations=1, save_every=5)))
-    trainer.train()
+    with pytest.MonkeyPatch.context() as patient:
+        patient.setattr(pretraining, "PATIENCE", PATIENCE)
+        trainer.train()
     return folder, trainer
 
 
@@ -125,7 +128,7 @@ def test_it_ends_where_held_out_batches_are_explained_no_better(run):
 
 
 def test_it_does_not_end_before_anything_is_explained(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretraining, "PATIENCE", 2)
+    monkeypatch.setattr(pretraining, "PATIENCE", PATIENCE)
     critic = CriticConfig(lr=1e-9)
     pretrain(small(tmp_path / "slow", 5, critic=critic, ppo=UpdateConfig(epochs=1, minibatches=1)))
     rows = read_jsonl(tmp_path / "slow" / "pretrain.jsonl")
