@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import webbrowser
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,8 +213,17 @@ def cite(options: Options) -> None:
     from tokencredit.report.cite import citation
     from tokencredit.report.reading import read_run
 
-    for line in citation([read_run(Path(run), samples=False) for run in options.runs]).splitlines():
+    for line in citation([read_run(run, samples=False) for run in folders(options.runs)]).splitlines():
         print(visible(line))
+
+
+def folders(runs: Sequence[str]) -> list[Path]:
+    """Paths without what a sweep puts beside its runs and a pattern of the shell meets: a line on stderr names it."""
+    paths = [Path(run) for run in runs]
+    found = [path for path in paths if not (path.is_file() or path.suffix == ".job")]
+    if found and (others := [str(path) for path in paths if path not in found]):
+        print(visible(f"left out, since they are no run's folders: {', '.join(others)}"), file=sys.stderr)
+    return found or paths
 
 
 def show_page(page: Path, options: Options) -> None:
@@ -247,7 +258,9 @@ def compare(options: Options) -> None:
 
     formats = None if options.format is None else options.format.split(",")
     check_formats(Path(options.out), formats)
-    comparison = compare_runs(options.runs, metric=options.metric, group_by=options.group_by, smooth=options.smooth)
+    comparison = compare_runs(
+        folders(options.runs), metric=options.metric, group_by=options.group_by, smooth=options.smooth
+    )
     written = write_comparison(comparison, Path(options.out), formats)
     for sentence in comparison.verdict:
         print(visible(sentence))

@@ -216,8 +216,11 @@ def test_a_run_without_an_iteration_is_left_out_by_name(repeat, tmp_path, capsys
     run, empty = str(repeat("left-out", seed=1)), tmp_path / "empty"
     empty.mkdir()
     (empty / "config.yaml").write_text("seed: 1\n")
-    assert main(["compare", str(empty), run, "--out", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.startswith(f"left out: '{empty}' has no finished iteration yet\n")
+    (log := tmp_path / "left-out.log").write_text("a sweep's\n")
+    assert main(["compare", str(empty), run, str(log), "--out", str(tmp_path / "out")]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"left out: '{empty}' has no finished iteration yet\n")
+    assert err == f"left out, since they are no run's folders: {log}\n"
     assert main(["compare", str(empty), "--out", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"tokencredit: '{empty}' has no finished iteration yet\n"
 
