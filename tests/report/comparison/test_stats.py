@@ -1,6 +1,7 @@
 """Statistics and grouping of runs, against numbers worked by hand, enumerations and the definition."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from helpers.proofs import proofs
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import describe, label
 from tokencredit.report.comparison.compare import compare
 from tokencredit.report.comparison.page import outcome_cells
 from tokencredit.report.comparison.stats import (
@@ -32,6 +34,7 @@ from tokencredit.report.comparison.stats import (
 )
 from tokencredit.report.comparison.verdict import verdict
 from tokencredit.report.reading import Run
+from tokencredit.user_code.user_objects import load_object
 
 
 def made(name="a", rewards=(0.0, 1.0), seed=1, lr=0.1, tokens=10, summary=None, columns=None, **config):
@@ -196,6 +199,21 @@ def test_many_differences_make_no_name():
 def test_folders_of_one_name_are_told_apart():
     one, two = made("x/run", prompts={"text": ["long" * 20]}), made("y/run")
     assert [group.label for group in group_runs([one, two])] == ["x/run", "y/run"]
+
+
+def test_an_own_part_is_one_setting_from_a_file_and_from_python_and_names_its_curve(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def by_entropy(rewards, values, entropy, scale=1.0):\n    return rewards, values\n"
+    )
+    file, key = f"{tmp_path}/mine.py:by_entropy", "advantage.estimator"
+    part = describe(partial(load_object(file, "estimator"), scale=2.0))
+    from_file = made(advantage={"estimator": file, "kwargs": {"scale": 2.0}})
+    named = {"advantage": {"estimator": f"python:{label(part)}", "kwargs": {}}, "python": {key: label(part)}}
+    runs = [replace(run, parts={key: part}) for run in (from_file, made("b", seed=2, **named))]
+    own, default = group_runs([*runs, made("c", advantage={"estimator": "gae", "kwargs": {}})])
+    assert [len(own.runs), len(default.runs)] == [2, 1]
+    assert own.label == f"advantage.estimator by_entropy(scale=2.0) ({part['digest'][:8]})"
+    assert default.label == "advantage.estimator gae"
 
 
 def test_a_key_groups_runs_that_differ_elsewhere():

@@ -16,6 +16,7 @@ import numpy as np
 from scipy import stats
 
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import label
 from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.jsonl import is_number
@@ -23,7 +24,7 @@ from tokencredit.runs.summary import final_mean, finite
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.fields import flat
 from tokencredit.settings.foreign_names import misspelt, suggestion
-from tokencredit.settings.run_kind import TEXT, RunKind, run_kind_of
+from tokencredit.settings.run_kind import PARTS, TEXT, RunKind, run_kind_of
 
 POINTS = 500
 """Maximum points per curve."""
@@ -101,10 +102,17 @@ def texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """Settings of a run as text; a part of the user's, such as a function's file, with its digest."""
+    """Settings of a run as text; a part of the user's, such as a function's file, with its digest.
+
+    An estimator, critic or loss has its name, arguments and digest: one setting, from a file or from Python.
+    """
     settings = texts(run.config)
     for key, part in run.parts.items():
-        if not run.python.keys() & {key, key.partition("[")[0]}:  # whose labels have it
+        if key in PARTS:
+            listed = (f"python.{key}", f"{key.partition('.')[0]}.kwargs.")
+            settings = {name: x for name, x in settings.items() if not name.startswith(listed)}
+            settings[key] = label({name: x for name, x in part.items() if name != "file"})
+        elif not run.python.keys() & {key, key.partition("[")[0]}:  # whose labels have it
             settings[key] = f"{settings.get(key, part.get('name', MISSING))} ({part['digest'][:8]})"
     return settings
 
