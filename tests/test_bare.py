@@ -49,7 +49,7 @@ def test_a_japanese_prompt_trains_where_the_locale_is_ascii(folder, output):
         "prompts.parquet' needs datasets, which is not installed: pip install datasets",
         "prompts.dataset 'someone/prompts', which is not a local file or folder, needs datasets, "
         "which is not installed: pip install datasets",
-        "run.trackers has tensorboard, which is not installed: pip install tensorboard",
+        "run.trackers needs tensorboard, which is not installed: pip install tensorboard",
         "train_dataset is of type tuple; it must be a datasets.Dataset",
     ],
 )

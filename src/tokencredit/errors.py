@@ -1,5 +1,7 @@
 """Errors a user can fix: the message says all, so no traceback is shown."""
 
+import shlex
+
 
 class ConfigError(ValueError):
     """An invalid setting; the message names the key or file, its value and what it may be."""
@@ -10,9 +12,10 @@ class ConfigError(ValueError):
 class NotInstalled(ConfigError):
     """A missing package; the message says what needs it and how to install it."""
 
-    def __init__(self, user: str, package: str):
-        name = package.partition("[")[0]
-        super().__init__(f"{user} needs {name}, which is not installed: pip install {package}")
+    def __init__(self, user: str, name: str, package: str | None = None):
+        """`package` is what pip installs, such as an extra of ours, if not `name`."""
+        quoted_package = shlex.quote(package or name)  # for shells that read brackets
+        super().__init__(f"{user} needs {name}, which is not installed: pip install {quoted_package}")
 
 
 class RunStopped(RuntimeError):

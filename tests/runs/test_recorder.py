@@ -251,7 +251,7 @@ def test_a_tracker_gets_the_runs_name_and_its_configuration(tmp_path, monkeypatc
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.trackers has aim, which is not installed: pip install aim"):
+    with pytest.raises(ConfigError, match=r"run\.trackers needs aim, which is not installed: pip install aim"):
         record(config(tmp_path / "run", trackers=["aim"]))
 
 

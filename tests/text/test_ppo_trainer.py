@@ -606,7 +606,7 @@ def test_a_policy_with_non_finite_outputs_stops_the_run(tmp_path):
     ("changes", "message"),
     [
         ({"reward": [ClassifierTerm(classifier="builtin:reviews", label="BAD")]}, "BAD"),
-        ({"run": {"trackers": ["wandb"]}}, r"run\.trackers has wandb, which is not installed: pip install wandb"),
+        ({"run": {"trackers": ["wandb"]}}, r"run\.trackers needs wandb, which is not installed: pip install wandb"),
     ],
 )
 def test_a_refused_setting_leaves_no_folder(changes, message, tmp_path):

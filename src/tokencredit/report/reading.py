@@ -153,7 +153,7 @@ class Run:
         try:
             import pandas
         except ImportError as error:
-            raise NotInstalled("Run.frame", "pandas") from error
+            raise NotInstalled("Run.frame", "pandas", "tokencredit[pandas]") from error
         if table == "metrics":
             return pandas.DataFrame(self.metrics)
         iteration = (self.audit or {}).get("iteration")

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import NotInstalled
 from tokencredit.settings.fields import flat
 
 PROJECT = "tokencredit"
@@ -43,7 +43,7 @@ class Trackers:
         installed = list(map(str, get_available_trackers()))
         for name in names or ():
             if name not in installed:
-                raise ConfigError(f"run.trackers has {name}, which is not installed: pip install {name}")
+                raise NotInstalled("run.trackers", name)
         self.missing = enabled and names is None and "tensorboard" not in installed
         chosen = names if names is not None else [] if self.missing else ["tensorboard"]
         self.names, self.folder, self.report = chosen if enabled else [], folder, report

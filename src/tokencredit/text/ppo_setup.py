@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, quoted
+from tokencredit.errors import ConfigError, NotInstalled, quoted
 from tokencredit.learn.state import trainable
 from tokencredit.report.card import model_card
 from tokencredit.runs.recorder import RunRecord
@@ -89,7 +89,7 @@ def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
     try:
         from peft import PeftConfig
     except ImportError as error:
-        raise ConfigError("peft_config needs PEFT, which is not installed: pip install tokencredit[peft]") from error
+        raise NotInstalled("peft_config", "PEFT", "tokencredit[peft]") from error
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(
             f"peft_config is {quoted(peft_config)}; it must be PEFT's, such as peft.LoraConfig(…); "

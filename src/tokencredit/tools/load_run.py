@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import CONTROL, read_config, run_kind_of
@@ -45,4 +45,4 @@ def require_gymnasium() -> None:
     try:
         import gymnasium  # noqa: F401
     except ImportError as error:
-        raise ConfigError("agents need Gymnasium, which is not installed: pip install tokencredit[control]") from error
+        raise NotInstalled("an agent", "Gymnasium", "tokencredit[control]") from error

@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from tokencredit.distributed.sharding import within
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.text.models.architecture import trunk_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -51,7 +51,7 @@ def peft_library() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError("an adapter needs PEFT, which is not installed: pip install tokencredit[peft]") from error
+        raise NotInstalled("an adapter", "PEFT", "tokencredit[peft]") from error
     return peft
 
 

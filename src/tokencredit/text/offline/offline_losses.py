@@ -127,7 +127,7 @@ def build_trainer(
         try:
             trl: Any = import_module("trl")  # its lazy exports are not typed
         except ImportError as error:
-            raise NotInstalled("training from a data set", "trl>=1.16") from error
+            raise NotInstalled("training from a data set", "TRL", "tokencredit[path]") from error
         from datasets import Dataset
         from transformers import PrinterCallback
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.text.rewards.texts import Text, plain
 
 RewardFunction = Callable[..., Any]
@@ -87,7 +87,7 @@ def lexicon_sentiment() -> RewardFunction:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError as error:
-        raise ConfigError("lexicon_sentiment needs vaderSentiment: pip install tokencredit[lexicon]") from error
+        raise NotInstalled("lexicon_sentiment", "vaderSentiment", "tokencredit[lexicon]") from error
     analyzer = SentimentIntensityAnalyzer()
 
     def lexicon_sentiment(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
@@ -145,7 +145,7 @@ def similarity(model: str = "sentence-transformers/all-MiniLM-L6-v2", batch_size
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ConfigError("similarity needs Sentence Transformers: pip install tokencredit[similarity]") from error
+        raise NotInstalled("similarity", "Sentence Transformers", "tokencredit[similarity]") from error
     try:
         encoder = SentenceTransformer(model, model_kwargs={"use_safetensors": True, "dtype": "float32"})
     except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:

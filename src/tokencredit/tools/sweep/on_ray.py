@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.tools.sweep.cluster_job import NOT_SHARED, SHARE, JobFolder, command
 from tokencredit.tools.sweep.launch import Ended, Resources, RunJob, say
 from tokencredit.tools.sweep.sweep_file import SweepRun
@@ -37,7 +37,7 @@ class Ray:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError("--on ray needs Ray; pip install tokencredit[ray]") from error
+            raise NotInstalled("--on ray", "Ray", "tokencredit[ray]") from error
         self.ray, self.resources = ray, resources
         address = os.environ.get("RAY_ADDRESS", "auto")
         try:

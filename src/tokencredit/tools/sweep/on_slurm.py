@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.runs.folder import write_file
 from tokencredit.tools.sweep.cluster_job import SHARE, JobFolder, command
 from tokencredit.tools.sweep.launch import Ended, Resources, RunJob, say
@@ -69,7 +69,7 @@ class Slurm:
         try:
             import submitit
         except ImportError as error:
-            raise ConfigError("--on slurm needs submitit; pip install tokencredit[slurm]") from error
+            raise NotInstalled("--on slurm", "submitit", "tokencredit[slurm]") from error
         if missing := [name for name in ("sbatch", "srun", "squeue") if not shutil.which(name)]:
             raise ConfigError(f"--on slurm needs {', '.join(missing)} of Slurm, which this machine does not have")
         self.executor: type[PicklingExecutor] = submitit.SlurmExecutor

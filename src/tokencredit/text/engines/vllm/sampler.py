@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.distributed.sharding import kind_of
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
 from tokencredit.text.engines.vllm.process import (
@@ -61,7 +61,7 @@ class VllmSampler(Sampler):
             ConfigError: vLLM is not installed, or does not run this model.
         """
         if importlib.util.find_spec("vllm") is None:
-            raise ConfigError("rollout.engine is vllm, which is not installed: pip install tokencredit[vllm]")
+            raise NotInstalled("rollout.engine: vllm", "vLLM", "tokencredit[vllm]")
         self.tokenizer, self.end_ids, self.device = tokenizer, list(end_ids), precision.device
         self.vocabulary = rows_of(policy)
         first = next(iter(VllmSampler._alive), None)

@@ -40,7 +40,7 @@ class Gymnasium:
         try:
             import gymnasium
         except ImportError as error:
-            raise NotInstalled("env.factory gymnasium", "gymnasium") from error
+            raise NotInstalled("env.factory gymnasium", "Gymnasium", "tokencredit[control]") from error
         self._kind = name.rpartition("/")[2].partition("-")[0]
         if self._kind not in ACTIONS:
             raise ConfigError(f"it must be one of the environments that have a text: {', '.join(ACTIONS)}")

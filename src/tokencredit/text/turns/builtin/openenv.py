@@ -32,7 +32,7 @@ class OpenEnv:
         try:
             from openenv.core import GenericEnvClient
         except ImportError as error:
-            raise NotInstalled("env.factory openenv", "openenv") from error
+            raise NotInstalled("env.factory openenv", "OpenEnv", "tokencredit[openenv]") from error
         schema = _schema(url)
         actions, observations = schema["action"], schema["observation"]
         texts = {key for key, field in actions["properties"].items() if field.get("type") == "string"}

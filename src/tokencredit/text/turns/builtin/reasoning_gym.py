@@ -30,7 +30,7 @@ class ReasoningGym:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
-            raise NotInstalled("env.factory reasoning_gym", "reasoning-gym") from error
+            raise NotInstalled("env.factory reasoning_gym", "reasoning-gym", "tokencredit[reasoning-gym]") from error
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, n=1)
             raise ConfigError(f"there is no such data set{f'; did you mean {near[0]}?' if near else ''}")
