@@ -5,8 +5,18 @@ from pathlib import Path
 from tokencredit.report.cite import citation
 from tokencredit.report.reading import Run
 
-MADE = {"versions": {"tokencredit": "1.2", "torch": "2.0"}, "device": "cpu", "command": "tokencredit train --seed 1"}
-MADE |= {"tokencredit": {"commit": "a" * 40, "changed_files": 0}, "started": "2026-01-02T03:04:05+00:00"}
+MADE = {
+    "versions": {"tokencredit": "1.2", "torch": "2.0"},
+    "device": "cpu",
+    "threads": 1,
+    "processes": 2,
+    "command": "tokencredit train --seed 1",
+}
+MADE |= {
+    "tokencredit": {"commit": "a" * 40, "changed_files": 0},
+    "started": "2026-01-02T03:04:05+00:00",
+    "begun": "2026-01-01T03:04:05+00:00",
+}
 MADE |= {"repository": {"commit": "b" * 40, "changed_files": 3}}
 
 
@@ -20,7 +30,8 @@ def test_software_machine_seeds_changed_settings_and_parts_are_named():
     text = citation([run(1), run(2), run(3, coef=0.1)])
     assert text.startswith("Trained with `tokencredit train` 1.2 (commit aaaaaaaaaaaa). Software: torch 2.0.")
     assert "Started by `tokencredit train --seed 1` (commit bbbbbbbbbbbb, changed files: 3)." in text
-    assert "Dates: 2026-01-02 to 2026-01-02." in text
+    assert "Hardware: cpu, 1 thread, 2 processes." in text
+    assert "Dates: 2026-01-01 to 2026-01-02." in text
     assert "- setting 1: seeds 1, 2\n- setting 2: seeds 3\n" in text
     assert "| `kl.coef` | `0.05` | `0.05` | `0.1` |" in text
     assert "| `python.reward_funcs` | `not set` | `score (mine.py, 1a2b3c4d)` | `score (mine.py, 1a2b3c4d)` |" in text

@@ -84,6 +84,19 @@ def test_half_an_event_is_removed_before_more_are_written(tmp_path):
     assert read_events(tmp_path / "run")[-3:] == ["before", "resumed after iteration 2", "after"]
 
 
+def test_the_dates_of_all_starts_are_in_the_summary(tmp_path):
+    args, made = begun(tmp_path / "run")  # killed: without a summary
+    first, starts = made.environment["started"], []
+    for _ in range(2):
+        made.folder.unlock()
+        made = record(args)
+        made.resume(args, 0, lambda *_: ())
+        starts.append(made.environment["started"])
+        dates = made.end("a test", lambda folder, summary: None)["environment"]
+        assert dates["begun"] <= first <= dates["resumed"][0]
+        assert dates["resumed"] == starts
+
+
 def test_resuming_the_same_record_counts_each_iteration_once(tmp_path):
     args, made = begun(tmp_path / "run", iterations=3)
     made.failed = True

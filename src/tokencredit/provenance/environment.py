@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shlex
 import subprocess
@@ -12,8 +13,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("tokencredit", "torch", "transformers", "numpy", "datasets", "peft", "accelerate", "vllm", "gymnasium")
-"""Packages whose versions are recorded, where they are installed."""
+PACKAGES = (
+    "tokencredit",
+    "torch",
+    "transformers",
+    "numpy",
+    "datasets",
+    "peft",
+    "accelerate",
+    "vllm",
+    "gymnasium",
+    "trl",
+)
+"""Packages whose versions are recorded, of those that a run has imported."""
 MAX_FILES = 20
 """Most changed files of a repository that are named."""
 
@@ -23,7 +35,7 @@ def environment() -> dict[str, Any]:
     ours, users = _top(Path(__file__)), _top(Path.cwd())
     here = repository(ours) if ours else None
     found = {
-        "versions": {"python": platform.python_version()} | {name: x for name in PACKAGES if (x := _version(name))},
+        "versions": versions(),
         "tokencredit": here if here is not None and Path(here["folder"], "src/tokencredit").is_dir() else None,
         "platform": platform.platform(),
         "processor": processor(),
@@ -35,9 +47,29 @@ def environment() -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that this process has imported."""
+    found = {name: _version(name) for name in PACKAGES if name in sys.modules}
+    return {"python": platform.python_version()} | {name: x for name, x in found.items() if x}
+
+
 def now() -> str:
     """This second, in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def resumed(run: Path) -> dict[str, Any]:
+    """Dates of a run that is resumed now: `begun`, and a list `resumed`.
+
+    From the summary of its last end or, if it was killed, from the date of config.yaml, which every start writes.
+    """
+    try:
+        before = json.loads((run / "summary.json").read_bytes())["environment"]
+        begun = before.get("begun", before["started"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        written = (run / "config.yaml").stat().st_mtime
+        before, begun = {}, datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds")
+    return {"begun": begun, "resumed": [*before.get("resumed", []), now()]}
 
 
 def processor() -> str:

@@ -24,7 +24,7 @@ def citation(runs: Sequence[Run]) -> str:
         sentences.append(f"Hardware: {machines}.")
     if commands := distinct(str(found.get("command") or found.get("script") or "") for found in made):
         sentences.append(f"Started by {', '.join(map(code, commands))}{commit(made, 'repository')}.")
-    if dates := sorted(str(found["started"])[:10] for found in made if "started" in found):
+    if dates := sorted({of(found, key)[:10] for found in made for key in ("begun", "started", "ended")} - {""}):
         sentences.append(f"Dates: {dates[0]} to {dates[-1]}.")
     listed = [f"- setting {number}: seeds {', '.join(seeds(group))}" for number, group in enumerate(groups, start=1)]
     return "\n".join([" ".join(sentences), "", *listed, "", *table(groups, run_kind), "", *bibtex(version), ""])
@@ -92,7 +92,8 @@ def versions(found: Mapping[str, Any]) -> str:
 def machine(found: Mapping[str, Any]) -> str:
     """Device, processor, threads and platform, in a line."""
     parts = [of(found, "device"), of(found, "processor"), of(found, "platform")]
-    counts = [f"{of(found, name)} {name}" for name in ("threads", "processes") if name in found]
+    words = {"threads": "thread", "processes": "process"}
+    counts = [f"{n} {one if n == '1' else many}" for many, one in words.items() if (n := of(found, many))]
     return ", ".join(filter(None, [*parts, *counts]))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
-from tokencredit.provenance.environment import environment, now
+from tokencredit.provenance.environment import environment, now, resumed, versions
 from tokencredit.provenance.parts import Part
 from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
@@ -160,6 +160,7 @@ class RunRecord:
         self.processes.wait()  # all have read the checkpoint
         # Back to that iteration: later lines, an end's summary and a later audit go, and are written again.
         if self.main:
+            self.environment = resumed(path)
             self.folder.rewind(done, state["files"] if state else dict.fromkeys(LINES, 0))
             self._write_settings()
         self.processes.wait()
@@ -209,7 +210,7 @@ class RunRecord:
         while self.early:
             self.log(self.early.pop(0))
         self.started = time.perf_counter()
-        self.environment = environment() | self.processes.hardware() if self.main else {}
+        self.environment |= environment() | self.processes.hardware() if self.main else {}
         self.trackers.start(len(self.history) + 1, self.config)
         for event in events:
             self.event(event)
@@ -392,7 +393,7 @@ class RunRecord:
         """
         seconds = time.perf_counter() - self.started
         summary = summarise(self.history, self.run_kind, self.folder.path, seconds, stopped_by)
-        summary = replace(summary, environment=self.environment | {"ended": now()})
+        summary = replace(summary, environment=self.environment | {"versions": versions(), "ended": now()})
         with self.replaced(self.run_kind.saved, in_all) as folder:
             if folder is not None:
                 save(folder, summary)
