@@ -13,6 +13,7 @@ from tokencredit import AdvantageConfig, AuditConfig, CriticConfig, PPOConfig
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.report.page import story
 from tokencredit.report.reading import read_run
+from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.run_kind import read_config
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.audit_run import audit_run
@@ -153,6 +154,12 @@ def test_a_critic_that_a_resumed_run_would_begin_anew_stops_the_run(broken, buil
     trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=critic))
     with pytest.raises(RunStopped, match=r"critic.kind Mean.*: a new one that loads its state has other values, so"):
         trainer.train()
+
+
+def test_agents_take_no_critic_of_a_user():
+    message = "critic.kind is 'mine.py:PerPosition'; it must be one of shared, separate, none"
+    with pytest.raises(ConfigError, match=message):
+        ControlConfig.from_dict({"critic.kind": "mine.py:PerPosition"})
 
 
 def test_values_of_another_shape_stop_the_run(tmp_path):

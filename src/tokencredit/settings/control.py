@@ -72,7 +72,7 @@ class AgentCriticConfig(CriticTraining):
     """The critic: its network and how it learns."""
 
     kind: Literal["shared", "separate", "none"] = "separate"
-    """Critic: on the actor's hidden layers (shared), with its own (separate), or none."""
+    """Critic: on the actor's hidden layers (shared), with its own (separate), or none. One of yours is for texts."""
     lr: float = setting(2.5e-4, needs=LEARNS, above=0)
     """Learning rate of the critic's own parameters."""
     coef: float = setting(1.0, needs=EXISTS, at_least=0)
