@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ LIBRARIES = [
     "hypothesis",
     "tokencredit.cli",
     "tokencredit.text.ppo_trainer",
+    "tokencredit.report.page",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.utils.tensorboard",
@@ -34,6 +36,9 @@ LIBRARIES = [
     "transformers.models.gpt2.modeling_gpt2",
     "scipy.stats",
     "gymnasium",
+    "matplotlib.figure",
+    "peft",
+    "selenium.webdriver.support.ui",
 ]
 ADDRESS = "WARM_PROCESS"
 """Variable with the path of the socket of the process that forks, if there is one."""
@@ -261,7 +266,7 @@ def serve(connection):
             _signal(running, signal.SIGKILL)
             for pid in running:
                 os.waitpid(pid, 0)
-            sys.exit()
+            os._exit(0)
         if request is None:
             ended = []
             for pid in sorted(running):
@@ -322,6 +327,22 @@ def become(request, files):
         runpy.run_path(first, run_name="__main__")
 
 
+def become_and_end(request, files):
+    """Be that process, and end without freeing what is imported, which would take half a second of a core."""
+    code = 0
+    try:
+        become(request, files)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        code = end.code or 0
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def relay(options, *arguments):
     """Be a process for pytest-xdist: a fork that has the standard files of this one."""
     assert options == "-u"
@@ -344,8 +365,12 @@ elif __name__ == "__main__":
         importlib.import_module(library)
     for parser, _ in sys.modules["tokencredit.commands"].COMMANDS.values():
         parser()  # kept by the package: reading the help texts takes a second of a core
+    # What the first model and the first page of a process take: a thousand regular expressions, and templates.
+    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("gpt2")
+    sys.modules["tokencredit.report.templating"]._pages().get_template("page.html")
     if Path("/proc/self/task").exists():
         assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would not be in the forks"
     gc.freeze()
     if connection := listen(*(socket.socket(fileno=int(file)) for file in sys.argv[2:])):
-        become(*serve(connection))
+        become_and_end(*serve(connection))
+    os._exit(0)
