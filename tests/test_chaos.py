@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("KILLS", "2"))
 TEXT = ["train", "--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "6"]
-TEXT += ["--kl.target", "1", "--score.normalize", "running", "--ppo.epochs", "2", "--ppo.minibatches", "2"]
+TEXT += ["--kl.target", "1", "--score.normalize", "running", "--ppo.epochs", "1", "--ppo.minibatches", "2"]
 TEXT += ["--run.show_every", "0", "--run.trackers", "[]"]
 AHEAD = [*TEXT, "--rollout.engine", "continuous", "--rollout.max_age", "1"]
 AHEAD += ["--kl.estimator", "full", "--kl.place", "both"]  # kl.target needs a KL that older samples do not estimate
@@ -64,7 +64,7 @@ def kill(folder, command, moment, chance):
 @pytest.mark.parametrize(
     ("command", "length"),
     [
-        pytest.param(TEXT, 5, id="text"),
+        pytest.param(TEXT, 4, id="text"),
         pytest.param(CONTROL, 20, id="control", marks=pytest.mark.proof),
         pytest.param(AHEAD, 5, id="ahead", marks=pytest.mark.proof),
     ],

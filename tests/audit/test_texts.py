@@ -99,7 +99,7 @@ def exact(trainer, reward, gamma):
     return values, actions
 
 
-@pytest.mark.parametrize("seeds", [7, pytest.param(25, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("seeds", [5, *proofs(25)])
 def test_the_audit_is_within_its_standard_error_of_the_exact_values(seeds, tmp_path, covered):
     """Over many seeds, with scores of whole texts and of tokens, with and without a discount, and the price of KL."""
     errors = {"values": [], "advantages": []}

@@ -111,10 +111,10 @@ def test_a_saved_agent_plays_as_it_did(agent, tmp_path, capsys):
 @pytest.mark.slow
 def test_episodes_are_filmed(tmp_path, capsys):
     pytest.importorskip("moviepy")
-    args = control_config(tmp_path / "run", 1, eval=EpisodesConfig(episodes=1, videos=2, every=1))
+    args = control_config(tmp_path / "run", 1, eval=EpisodesConfig(episodes=1, videos=1, every=1))
     ControlTrainer(args).train()
     films = sorted(path.name for path in (tmp_path / "run" / "videos").glob("*.mp4"))
-    assert films == [f"iteration-1-episode-{e}.mp4" for e in (0, 1)]
+    assert films == ["iteration-1-episode-0.mp4"]
     assert main(["play", str(tmp_path / "run"), "--episodes", "1", "--videos", "1"]) == 0
     film = tmp_path / "run" / "videos" / "play-1-episode-0.mp4"
     assert film.stat().st_size > 1000

@@ -162,10 +162,9 @@ def test_a_peft_model_from_python(first, tmp_path):
     given = settings(tmp_path / "run", 2)
     trainer = PPOTrainer(model, args=given)
     trainer.train()
-    by_name = PPOTrainer(args=settings(tmp_path / "by name", 2, first[0] / "policy"))
-    by_name.train()
-    ours, theirs = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "by name")
-    assert ours[0]["reward"] == pytest.approx(theirs[0]["reward"])
+    by_name = PPOTrainer(args=settings(tmp_path / "by name", 1, first[0] / "policy"))
+    ours, reward = read_metrics(tmp_path / "run"), by_name.collect().total_scores().mean()
+    assert ours[0]["reward"] == pytest.approx(float(reward))
     assert ours[1]["kl"] > 1e-3
     assert any(not torch.equal(p, x) for p, x in zip(model.parameters(), fresh(first).parameters(), strict=False)), (
         "it is trained in place"

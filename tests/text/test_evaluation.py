@@ -101,8 +101,8 @@ def test_a_run_is_judged_by_another_reward_and_by_other_prompts(run, capsys):
 def test_any_model_is_evaluated_as_a_runs_policy_is(run, model_folders, tmp_path, capsys):
     """The policy's folder by itself, with the run's own settings and its base as the reference."""
     folder, _ = run
-    metrics = evaluate_source(read_source(str(folder)))
-    capsys.readouterr()
+    own = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    metrics = {key: x for key, x in own.items() if key.startswith("eval/")}
     settings = ["--samples", "8", "--max_new_tokens", "12", "--dtype", folder.name, "--prompts.text"]
     settings += ["This movie was really", "--reward", "[{classifier: builtin:reviews}]"]
     out = tmp_path / "metrics.json"

@@ -85,11 +85,13 @@ def test_the_same_tokens_and_numbers_as_with_a_growing_cache(every, model, token
     "settings", [{"top_p": 0.9, "min_new_tokens": 5}, {"stop": ["the", "a"]}, {"stop": ["e"], "min_new_tokens": 9}]
 )
 @pytest.mark.parametrize("every", [*proofs(1), 6])
+@pytest.mark.parametrize("model", ["gpt2", *proofs("qwen3", "gpt_neox")], indirect=True)
 def test_filters_and_stops_end_the_same(settings, every, model, tokenizer):
     assert_same(*both(model, tokenizer, every=every, **settings))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", *proofs("qwen3", "gpt_neox")], indirect=True)
 def test_prompts_that_are_shared_and_completions_that_have_begun(model, tokenizer):
     batch = prompts(tokenizer)
     batch = replace(batch, **{name: getattr(batch, name)[:3].repeat_interleave(4, dim=0) for name in ("ids", "mask")})
