@@ -25,7 +25,7 @@ from tokencredit.settings.parts import is_own, name_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
-from tokencredit.text.data.lam_choice import LAMS, LamChoice
+from tokencredit.text.data.credit_choice import CreditChoice, of_choices, with_share
 from tokencredit.text.data.prefixes import PrefixFit
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.user_code.parts import OwnCritic
@@ -55,7 +55,7 @@ class Credit:
         self.kl = build_kl(args.kl)
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
-        self.lam_choice = LamChoice()
+        self.choice = CreditChoice()
         self.prefixes = PrefixFit(args.rollout.max_new_tokens)
         self.own = args.critic.kind if isinstance(args.critic.kind, OwnCritic) else None
         self.state_checked = False
@@ -63,7 +63,8 @@ class Credit:
     def give(self, scored: Batch, *, fit: bool = True) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
 
-        A critic of the user's is then fitted to the returns, and λ follows the batch, unless `fit` is false.
+        `advantage.lam: auto` follows the batch, and a critic of the user's is fitted to the returns, unless `fit` is
+        false.
 
         A truncated completion counts as terminal: it gets its full score, and the value of the state after it is 0.
         Bootstrapping from the critic as well would count the score twice, and since the critic learns from that sum,
@@ -79,15 +80,15 @@ class Credit:
         self._check(scored)
         # Reward of each token: the normalised score, usually at the last one, and −β · KL.
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
-        # Values: those fitted to the scores of prefixes, with the critic's for what they leave.
-        scored = self._with_fit(scored, score_rewards + kl_rewards)
-        if fit and scored.fitted is not None and args.advantage.lam == "auto":
-            self._choose_lam(scored, score_rewards + kl_rewards)
-        rollout = scored.rollout
-        # Advantages and returns. This batch's rewards enter the running baseline only now, since a baseline must not
-        # depend on what it is subtracted from.
-        advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
+        # Values: those fitted to the scores of prefixes, with as much of what the critic adds as agrees best.
         rewards = score_rewards + kl_rewards
+        full = self._with_fit(scored, rewards)
+        scored = self._with_share(full, rewards, update=fit)
+        rollout, now = scored.rollout, self.advantage_now()
+        # Advantages and returns. This batch's rewards enter the running baseline only now, since a baseline must not
+        # depend on what it is subtracted from. The critic learns all that the fit leaves, whatever its share.
+        advantages, returns = self._estimate(scored, score_rewards, kl_rewards, now)
+        targets = returns if scored is full else self._estimate(full, score_rewards, kl_rewards, now)[1]
         if self.own is not None and fit:
             known = self._inputs(scored) | {"rewards": rewards, "returns": returns, "values": rollout.values}
             self.own.fit(**named(self.own.fit, known))
@@ -108,7 +109,7 @@ class Credit:
         divisor: Tensor | float = 1.0
         if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
             advantages, divisor = whiten_with_divisor(advantages, in_loss, reduce=self.reduce, count=tokens)
-        experience = self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
+        experience = self._experience(full, replace(full.rollout, mask=in_loss), advantages, targets)
         return batch, replace(experience, weights=batch.weights, divisor=divisor)
 
     def monte_carlo(self, scored: Batch) -> tuple[Batch, Experience]:
@@ -135,29 +136,31 @@ class Credit:
         values = fitted if rollout.values is None else rollout.values + fitted
         return replace(scored, rollout=replace(rollout, values=values), fitted=fitted)
 
+    def _with_share(self, scored: Batch, rewards: Tensor, *, update: bool) -> Batch:
+        """By `advantage.lam: auto`, the share of the critic that agrees best; with `update` this batch counts."""
+        rollout, fitted = scored.rollout, scored.fitted
+        if fitted is None or rollout.values is None or self.args.advantage.lam != "auto":
+            return scored
+        if update:
+            found = of_choices(rewards, fitted, rollout.values, self.args.advantage.gamma, self._where(scored))
+            self.choice.update(found, rollout.response_ids, self._in_loss(rollout), self.first, self.reduce)
+        values = with_share(fitted, rollout.values, self.choice.best[0])
+        return replace(scored, rollout=replace(rollout, values=values))
+
     @property
     def lam(self) -> float:
         """λ of the settings or, with `advantage.lam: auto`, the one that agrees best with the effects of tokens."""
         lam = self.args.advantage.lam
-        return self.lam_choice.lam if lam == "auto" else lam
-
-    def _choose_lam(self, scored: Batch, rewards: Tensor) -> None:
-        """Let this batch count for `advantage.lam: auto`."""
-        rollout, gamma = scored.rollout, self.args.advantage.gamma
-        where = self._where(scored)
-        each = [
-            estimate("gae", rewards, rollout.values, options={"gamma": gamma, "lam": lam}, **where)[0] for lam in LAMS
-        ]
-        counted = rollout.response_ids, self._in_loss(rollout)
-        self.lam_choice.update(torch.stack(each), *counted, self.first, self.reduce)
+        return self.choice.best[1] if lam == "auto" else lam
 
     def advantage_now(self) -> AdvantageConfig:
         """The advantage settings with the current λ."""
         return replace(self.args.advantage, lam=self.lam)
 
     def metrics(self) -> dict[str, float]:
-        """The current KL coefficient and, if it follows the fit, λ."""
-        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.args.advantage.lam == "auto" else {})
+        """The current KL coefficient and, if they follow the data, λ and the critic's share."""
+        chosen = dict(zip(("critic_share", "lam"), self.choice.best, strict=True))
+        return {"kl_coef": self.kl.coef} | (chosen if self.args.advantage.lam == "auto" else {})
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""
@@ -347,7 +350,7 @@ class Credit:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The KL controller's state, the running moments, the fit to prefixes and what λ follows."""
-        parts = ("kl", "scores", "baseline", "prefixes", "lam_choice")
+        parts = ("kl", "scores", "baseline", "prefixes", "choice")
         # A copy, since `fit` may work in place.
         own = {} if self.own is None else {"own": deepcopy(self.own.part.state_dict())}
         return {name: getattr(self, name).state_dict() for name in parts} | own

@@ -1,18 +1,26 @@
-"""λ of GAE from the data: the one whose advantages agree best with what tokens do in other completions."""
+"""How advantages are made, from the data: the λ and the share of the critic that agree best with what tokens do."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokencredit.core.advantages import gae
+from tokencredit.core.episodes import EpisodeBounds
 from tokencredit.core.masked import Reduce
 
 LAMS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
-"""λ to choose from; the last makes the advantages without bias that effects are means of."""
-WITHOUT_DATA = 0.95
-"""λ before the first batch, and while no λ agrees with the effects."""
+"""λ to choose from."""
+SHARES = (1.0, 0.5, 0.0)
+"""Shares of the critic's output in the values, to choose from."""
+CHOICES = tuple(product(SHARES, LAMS))
+WITHOUT_BIAS = CHOICES.index((1.0, 1.0))
+"""The choice whose advantages are the sampled return less the value; effects are their means."""
+WITHOUT_DATA = (1.0, 0.95)
+"""The choice before the first batch, and while none agrees with the effects."""
 BUCKETS = 4096
 """Token ids count modulo this, so that the state does not grow with the vocabulary."""
 FOLDS = 8
@@ -23,35 +31,36 @@ FORGET = 0.8
 """Factor on the weight of earlier batches, at each new one: the policy moves."""
 
 
-class LamChoice:
-    """The λ whose advantages A(λ) correlate best with the effect of their token.
+class CreditChoice:
+    """The share c of the critic in the values, and the λ, whose advantages A correlate best with their tokens' effects.
 
-    The effect e of a token is the mean of G − V over its other occurrences, in other completions: without bias,
-    whatever the values, and with errors that have nothing to do with this completion. So the correlation of A(λ) with e
-    is that with the true effects, times a factor that all λ share, and the best λ is known without knowing the truth:
+    The effect e of a token is the mean of G − V over its other occurrences, in other completions: it has no bias by λ,
+    and its errors have nothing to do with this completion. So the correlation of A with e is that with the true
+    effects, times a factor that all choices share, and the best one is known without knowing the truth:
 
-        λ = argmax C(λ) / √D(λ),    C(λ) = Σ (A(λ) − mean A(λ)) · e,    D(λ) = Σ (A(λ) − mean A(λ))²
+        c, λ = argmax C / √D,    C = Σ (A − mean A) · e,    D = Σ (A − mean A)²
 
-    It sees the part of credit that goes with the token itself, not with its context.
+    It sees the part of credit that goes with the token itself, not with its context. V has the critic's whole output,
+    so an error of V in the states where a token is drawn counts for the critic, not against it.
     """
 
     def __init__(self) -> None:
         """Start without data."""
         self.effects = torch.zeros(2, BUCKETS, dtype=torch.float64, device="cpu")  # Σ (G − V) and number, by token
-        self.sums = torch.zeros(2, len(LAMS), dtype=torch.float64, device="cpu")  # C and D
+        self.sums = torch.zeros(2, len(CHOICES), dtype=torch.float64, device="cpu")  # C and D
 
     @property
-    def lam(self) -> float:
-        """The best λ so far."""
+    def best(self) -> tuple[float, float]:
+        """The share and λ so far."""
         agreement, size = self.sums
         best = int(torch.where(size > 0, agreement / size.sqrt(), 0.0).argmax())
-        return LAMS[best] if agreement[best] > 0 else WITHOUT_DATA
+        return CHOICES[best] if agreement[best] > 0 else WITHOUT_DATA
 
     def update(self, advantages: Tensor, ids: Tensor, mask: Tensor, first: int, reduce: Reduce) -> None:
         """Add a batch.
 
         Args:
-            advantages: [len(LAMS), batch, time], with each λ.
+            advantages: [len(CHOICES), batch, time].
             ids: [batch, time], the tokens.
             mask: bool [batch, time], true at tokens that count.
             first: number of this process's first row in the whole batch, which decides the folds.
@@ -69,8 +78,8 @@ class LamChoice:
         found = found - over_processes(found.sum(1, keepdim=True)) / number.clamp(min=1.0)
         # Effects for each fold, from all but its own completions.
         own = torch.zeros(2, FOLDS, BUCKETS, dtype=torch.float64, device="cpu")
-        own[0].index_put_((fold, tokens), found[-1], accumulate=True)
-        own[1].index_put_((fold, tokens), torch.ones_like(found[-1]), accumulate=True)
+        own[0].index_put_((fold, tokens), found[WITHOUT_BIAS], accumulate=True)
+        own[1].index_put_((fold, tokens), torch.ones_like(found[0]), accumulate=True)
         own = over_processes(own)
         total = FORGET * self.effects + own.sum(1)
         effects, counts = total.unsqueeze(1) - own
@@ -88,3 +97,18 @@ class LamChoice:
         self.effects.zero_()
         self.effects[:, state["tokens"]] = torch.tensor(state["effects"], dtype=torch.float64, device="cpu")
         self.sums = torch.tensor(state["sums"], dtype=torch.float64, device="cpu")
+
+
+def with_share(fitted: Tensor, values: Tensor, share: float) -> Tensor:
+    """Values with a share of what the critic adds to the fitted ones."""
+    return values if share == 1 else fitted + share * (values - fitted)
+
+
+def of_choices(rewards: Tensor, fitted: Tensor, values: Tensor, gamma: float, where: EpisodeBounds) -> Tensor:
+    """Advantages `[len(CHOICES), batch, time]` by each choice; arguments as of `core.estimators.estimate`."""
+    shares = len(SHARES)
+    several: Any = {name: torch.cat([x] * shares) for name, x in where.items() if isinstance(x, Tensor)}
+    each = torch.cat([with_share(fitted, values, share) for share in SHARES])
+    found = [gae(torch.cat([rewards] * shares), each, gamma=gamma, lam=lam, **several)[0] for lam in LAMS]
+    by_lam = torch.stack(found).view(len(LAMS), shares, *rewards.shape)
+    return by_lam.transpose(0, 1).flatten(0, 1)
