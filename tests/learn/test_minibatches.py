@@ -23,7 +23,7 @@ pytestmark = [
 PROOFS = (
     *("whitened minibatches", "target KL", "fewer rows than processes", "constant reduction", "by sequence", "DPPO"),
     *("importance weights", "separate critic, micro-batches", "separate critic, not clipped"),
-    "separate critic, whitened",
+    *("separate critic, whitened", "separate critic, critic-only steps", "adapter on a frozen actor"),
 )
 EVERY = (*minibatches.CASES, *minibatches.SEPARATE)
 
