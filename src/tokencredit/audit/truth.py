@@ -13,7 +13,7 @@ from torch import Tensor
 STREAM = 2_000_003
 """First entropy word of an audit's generators; separates them from those of training and evaluation."""
 PRIOR = 8.0
-"""Degrees of freedom that the pooled variance counts as in a state's; docs/audit.md has the coverage."""
+"""Degrees of freedom that the pooled variance counts as in a state's; benchmarks/RESULTS.md has the coverage."""
 FIRST_ROUND = 4
 """Continuations of every state before any state gets more, if time is limited."""
 
