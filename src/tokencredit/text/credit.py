@@ -25,7 +25,7 @@ from tokencredit.settings.parts import is_own, name_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
-from tokencredit.text.data.credit_choice import CreditChoice, of_choices, with_share
+from tokencredit.text.data.credit_choice import CreditChoice, by_shares, with_share
 from tokencredit.text.data.prefixes import PrefixFit
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.user_code.parts import OwnCritic
@@ -142,7 +142,7 @@ class Credit:
         if fitted is None or rollout.values is None or self.args.advantage.lam != "auto":
             return scored
         if update:
-            found = of_choices(rewards, fitted, rollout.values, self.args.advantage.gamma, self._where(scored))
+            found = by_shares(rewards, fitted, rollout.values, self.args.advantage.gamma, self._where(scored))
             self.choice.update(found, rollout.response_ids, self._in_loss(rollout), self.first, self.reduce)
         values = with_share(fitted, rollout.values, self.choice.best[0])
         return replace(scored, rollout=replace(rollout, values=values))

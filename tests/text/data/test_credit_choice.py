@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tokencredit.core.advantages import gae
-from tokencredit.text.data.credit_choice import CHOICES, WITHOUT_DATA, CreditChoice, of_choices
+from tokencredit.text.data.credit_choice import CHOICES, LAMS, SHARES, WITHOUT_DATA, CreditChoice, by_shares
 
 ROWS, TIME, KINDS = 64, 24, 30
 CASES = {
@@ -33,16 +33,17 @@ def batch_of(seed, case):
     rewards = torch.zeros(ROWS, TIME)
     rewards[:, -1] = truth.sum(1)
     every = torch.ones(ROWS, TIME, dtype=torch.bool)
-    return of_choices(rewards, fitted, fitted + critic, 1.0, {"mask": every}), ids, truth
+    return by_shares(rewards, fitted, fitted + critic, 1.0, {"mask": every}), ids, truth
 
 
 def test_each_choice_is_gae_with_its_share_of_the_critic():
     rewards, fitted, critic = torch.rand(3, 2, 5)
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-    found = of_choices(rewards, fitted, fitted + critic, 0.9, {"mask": mask})
-    for (share, lam), advantages in zip(CHOICES, found, strict=True):
-        expected, _ = gae(rewards, fitted + share * critic, gamma=0.9, lam=lam, mask=mask)
-        torch.testing.assert_close(advantages, expected)
+    found = by_shares(rewards, fitted, fitted + critic, 0.9, {"mask": mask})
+    for lam in LAMS:
+        for share, advantages in zip(SHARES, found(lam), strict=True):
+            expected, _ = gae(rewards, fitted + share * critic, gamma=0.9, lam=lam, mask=mask)
+            torch.testing.assert_close(advantages, expected)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,8 +52,10 @@ def test_the_choice_is_within_a_hundredth_of_the_best_correlation_with_the_truth
     batches = [batch_of(seed, case) for seed in range(6)]
     for advantages, ids, _ in batches:
         choice.update(advantages, ids, every, 0, lambda x: x)
-    joined, truth = torch.cat([x for x, _, _ in batches], 1).flatten(1), torch.cat([x for _, _, x in batches]).flatten()
-    correlations = [float(torch.corrcoef(torch.stack([x, truth]))[0, 1]) for x in joined]
+    truth = torch.cat([x for _, _, x in batches]).flatten()
+    by_lam = {lam: torch.cat([x(lam) for x, _, _ in batches], 1).flatten(1) for lam in LAMS}
+    found = [by_lam[lam][SHARES.index(share)] for share, lam in CHOICES]
+    correlations = [float(torch.corrcoef(torch.stack([x, truth]))[0, 1]) for x in found]
     assert correlations[CHOICES.index(choice.best)] > max(correlations) - 0.01
     if "exact" in case:
         assert choice.best == (0.0, 0.0)
@@ -75,7 +78,7 @@ def test_it_is_the_same_in_two_processes_and_after_a_checkpoint():
             return total
 
         part = slice(32 * number, 32 * number + 32)
-        halves[number].update(advantages[:, part], ids[part], every[part], part.start, reduce)
+        halves[number].update(lambda lam: advantages(lam)[:, part], ids[part], every[part], part.start, reduce)
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(update, range(2)))
@@ -93,6 +96,8 @@ def test_it_is_the_same_in_two_processes_and_after_a_checkpoint():
 def test_without_any_data_or_agreement_it_is_what_a_critic_alone_has():
     choice = CreditChoice()
     assert choice.best == WITHOUT_DATA
-    nothing = torch.zeros(len(CHOICES), 4, 3)
-    choice.update(nothing, torch.zeros(4, 3, dtype=torch.long), torch.ones(4, 3, dtype=torch.bool), 0, lambda x: x)
+    nothing = torch.zeros(len(SHARES), 4, 3)
+    choice.update(
+        lambda lam: nothing, torch.zeros(4, 3, dtype=torch.long), torch.ones(4, 3, dtype=torch.bool), 0, lambda x: x
+    )
     assert choice.best == WITHOUT_DATA

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -17,8 +18,6 @@ LAMS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 SHARES = (1.0, 0.5, 0.0)
 """Shares of the critic's output in the values, to choose from."""
 CHOICES = tuple(product(SHARES, LAMS))
-WITHOUT_BIAS = CHOICES.index((1.0, 1.0))
-"""The choice whose advantages are the sampled return less the value; effects are their means."""
 WITHOUT_DATA = (1.0, 0.95)
 """The choice before the first batch, and while none agrees with the effects."""
 BUCKETS = 4096
@@ -56,36 +55,45 @@ class CreditChoice:
         best = int(torch.where(size > 0, agreement / size.sqrt(), 0.0).argmax())
         return CHOICES[best] if agreement[best] > 0 else WITHOUT_DATA
 
-    def update(self, advantages: Tensor, ids: Tensor, mask: Tensor, first: int, reduce: Reduce) -> None:
+    def update(
+        self, advantages: Callable[[float], Tensor], ids: Tensor, mask: Tensor, first: int, reduce: Reduce
+    ) -> None:
         """Add a batch.
 
         Args:
-            advantages: [len(CHOICES), batch, time].
+            advantages: gives those by a λ and each of `SHARES`, `[len(SHARES), batch, time]`.
             ids: [batch, time], the tokens.
             mask: bool [batch, time], true at tokens that count.
             first: number of this process's first row in the whole batch, which decides the folds.
             reduce: sums a tensor over processes.
         """
-        device = advantages.device
-
-        def over_processes(x: Tensor) -> Tensor:
-            return reduce(x.to(device)).cpu()
-
-        mask = mask.cpu()
-        tokens, found = (ids.cpu() % BUCKETS)[mask], advantages.double().cpu()[:, mask]
+        device, mask = ids.device, mask.cpu()
+        tokens = (ids.cpu() % BUCKETS)[mask]
         fold = ((first + torch.arange(len(mask), device="cpu")) % FOLDS).unsqueeze(1).expand_as(mask)[mask]
-        number = over_processes(torch.tensor(float(len(tokens)), dtype=torch.float64, device="cpu"))
-        found = found - over_processes(found.sum(1, keepdim=True)) / number.clamp(min=1.0)
-        # Effects for each fold, from all but its own completions.
+
+        def counted(lam: float) -> Tensor:
+            return advantages(lam).cpu()[:, mask].double()
+
+        def over_processes(*sums: Tensor) -> Tensor:
+            return reduce(torch.stack(sums).to(device)).cpu()
+
+        # Effects for each fold, from all but its own completions: means of G − V, less its mean over the batch.
+        left = counted(1.0)[SHARES.index(1.0)]
+        number, total = over_processes(torch.ones_like(left).sum(), left.sum())
+        left = left - total / number.clamp(min=1.0)
         own = torch.zeros(2, FOLDS, BUCKETS, dtype=torch.float64, device="cpu")
-        own[0].index_put_((fold, tokens), found[WITHOUT_BIAS], accumulate=True)
-        own[1].index_put_((fold, tokens), torch.ones_like(found[0]), accumulate=True)
-        own = over_processes(own)
-        total = FORGET * self.effects + own.sum(1)
-        effects, counts = total.unsqueeze(1) - own
+        own[0].index_put_((fold, tokens), left, accumulate=True)
+        own[1].index_put_((fold, tokens), torch.ones_like(left), accumulate=True)
+        own = over_processes(*own)
+        self.effects = FORGET * self.effects + own.sum(1)
+        effects, counts = self.effects.unsqueeze(1) - own
         effect = (effects / (counts + PRIOR))[fold, tokens]
-        self.effects = total
-        self.sums = FORGET * self.sums + over_processes(torch.stack([(found * effect).sum(1), found.square().sum(1)]))
+        # Σ A, Σ A² and Σ A · e of each choice, λ by λ, so that the advantages of one are in memory.
+        rows = [torch.stack([a.sum(1), a.square().sum(1), (a * effect).sum(1)]) for a in map(counted, LAMS)]
+        sums, squares, products = over_processes(*rows).unbind(1)
+        mean_effect = over_processes(effect.sum())[0] / number.clamp(min=1.0)
+        found = products - sums * mean_effect, squares - sums.square() / number.clamp(min=1.0)
+        self.sums = FORGET * self.sums + torch.stack([x.T.flatten() for x in found])
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
@@ -104,11 +112,11 @@ def with_share(fitted: Tensor, values: Tensor, share: float) -> Tensor:
     return values if share == 1 else fitted + share * (values - fitted)
 
 
-def of_choices(rewards: Tensor, fitted: Tensor, values: Tensor, gamma: float, where: EpisodeBounds) -> Tensor:
-    """Advantages `[len(CHOICES), batch, time]` by each choice; arguments as of `core.estimators.estimate`."""
+def by_shares(
+    rewards: Tensor, fitted: Tensor, values: Tensor, gamma: float, where: EpisodeBounds
+) -> Callable[[float], Tensor]:
+    """What `CreditChoice.update` takes, by GAE; arguments as of `core.estimators.estimate`."""
     shares = len(SHARES)
     several: Any = {name: torch.cat([x] * shares) for name, x in where.items() if isinstance(x, Tensor)}
-    each = torch.cat([with_share(fitted, values, share) for share in SHARES])
-    found = [gae(torch.cat([rewards] * shares), each, gamma=gamma, lam=lam, **several)[0] for lam in LAMS]
-    by_lam = torch.stack(found).view(len(LAMS), shares, *rewards.shape)
-    return by_lam.transpose(0, 1).flatten(0, 1)
+    rewards, each = torch.cat([rewards] * shares), torch.cat([with_share(fitted, values, x) for x in SHARES])
+    return lambda lam: gae(rewards, each, gamma=gamma, lam=lam, **several)[0].view(shares, *values.shape)
