@@ -27,7 +27,9 @@ FOLDS = 8
 PRIOR = 3.0
 """Occurrences that an effect of 0 counts as."""
 FORGET = 0.8
-"""Factor on the weight of earlier batches, at each new one: the policy moves."""
+"""Factor on the weight of earlier batches in the effects, at each new one: the policy moves."""
+FORGET_AGREEMENT = 0.95
+"""The same in the agreement: which choice is best changes slowly, and late in a run a batch tells little of it."""
 
 
 class CreditChoice:
@@ -93,7 +95,7 @@ class CreditChoice:
         sums, squares, products = over_processes(*rows).unbind(1)
         mean_effect = over_processes(effect.sum())[0] / number.clamp(min=1.0)
         found = products - sums * mean_effect, squares - sums.square() / number.clamp(min=1.0)
-        self.sums = FORGET * self.sums + torch.stack([x.T.flatten() for x in found])
+        self.sums = FORGET_AGREEMENT * self.sums + torch.stack([x.T.flatten() for x in found])
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
