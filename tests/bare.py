@@ -74,11 +74,11 @@ def main(folder: Path) -> None:
         trainer = tc.PPOTrainer(model, vowels, config, rows, held_out, processing_class=tokenizer)
         return trainer.train(resume_from_checkpoint=resume)
 
-    assert train("run", 1)["iterations"] == 1
-    assert train("run", 2, resume=True)["iterations"] == 2
-    (folder / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    assert train("lora", 1, rows=None, dataset=str(folder / "prompts.jsonl"), lora=2)["iterations"] == 1
-    assert train("japanese", 1, rows=None, text="\u6620\u753b\u306f")["iterations"] == 1
+    file = folder / "prompts.jsonl"
+    file.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    assert train("run", 1, rows=None, dataset=str(file))["iterations"] == 1
+    assert train("run", 2, resume=True, rows=None, dataset=str(file))["iterations"] == 2
+    assert train("japanese", 1, rows=None, text="\u6620\u753b\u306f", lora=2)["iterations"] == 1
     for which in ("policy", "best"):
         policy = tc.load(folder / "run", which)
         assert len(policy.generate("one", n=2)) == len(policy.values(" two", "one")) - 2 == 2

@@ -25,6 +25,7 @@ from hypothesis import settings
 pytest.register_assert_rewrite("helpers")
 
 from helpers.models import SHAPE, random_lm
+from helpers.proofs import proofs
 
 GATED = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2}
 ARCHITECTURES = {
@@ -73,10 +74,10 @@ def cuda() -> bool:
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes `architecture` runs on each of them; Qwen 3 is Llama with tied weights and two norms more."""
+    """A test that takes `architecture` runs on each of them, daily on absolute and on rotary positions."""
     if "architecture" in metafunc.fixturenames:
-        marks = {"qwen3": pytest.mark.proof}
-        metafunc.parametrize("architecture", [pytest.param(x, marks=marks.get(x, ())) for x in ARCHITECTURES])
+        daily = ("gpt2", "llama")
+        metafunc.parametrize("architecture", [*daily, *proofs(*(x for x in ARCHITECTURES if x not in daily))])
 
 
 @pytest.fixture(scope="session")

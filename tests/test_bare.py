@@ -34,7 +34,7 @@ def test_a_run_says_what_it_leaves_out_and_why(folder, output):
     written = {path.name for path in (folder / "run").iterdir()}
     assert {"best", "checkpoints", "config.yaml", "metrics.jsonl", "policy", "summary.json"} <= written
     assert not {"report.html", "tensorboard"} & written
-    assert (folder / "lora" / "policy" / "adapter_config.json").is_file()
+    assert (folder / "japanese" / "policy" / "adapter_config.json").is_file()
 
 
 def test_a_japanese_prompt_trains_where_the_locale_is_ascii(folder, output):

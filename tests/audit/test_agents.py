@@ -232,7 +232,7 @@ def replays_of(args):
         EnvConfig("FrozenLake-v1"),
         EnvConfig("Acrobot-v1", kwargs={"max_episode_steps": 30}),
         EnvConfig("Pendulum-v1", kwargs={"max_episode_steps": 30}),
-        EnvConfig("HalfCheetah-v5", kwargs={"max_episode_steps": 30}),
+        *proofs(EnvConfig("HalfCheetah-v5", kwargs={"max_episode_steps": 30})),
     ],
     ids=lambda env: "-".join([env.id, *map(str, env.kwargs.values())]),
 )
@@ -302,7 +302,7 @@ def test_an_environment_that_later_cannot_be_replayed_skips_the_audit(env, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", ["Pendulum-v1", "CartPole-v1", "FrozenLake-v1"])
+@pytest.mark.parametrize("env", ["Pendulum-v1", *proofs("CartPole-v1", "FrozenLake-v1")])
 @pytest.mark.parametrize("agent", [AgentConfig(hidden=[8]), AgentConfig("transformer", [8], heads=2, context=3)])
 def test_an_agent_sees_in_an_audit_what_it_sees_in_training(env, agent):
     """The same observations, and the same rewards, as the wrappers of the vector environment give, held still."""

@@ -53,7 +53,7 @@ def test_a_run_and_its_extension_end_with_an_audit_that_changes_nothing(any_leng
 def test_an_agent_is_audited_at_the_end(any_length, tmp_path):
     settings = AgentAuditConfig(at_end=False)
     for name, changes in (("with", {}), ("without", {"audit": settings})):
-        ControlTrainer(control_config(tmp_path / name, 6, **changes)).train()
+        ControlTrainer(control_config(tmp_path / name, 2, **changes)).train()
     assert json.loads((tmp_path / "with" / "audit.json").read_text())["settings"]["episodes"] == 3
     assert not (tmp_path / "without" / "audit.json").exists()
     with_audit, without = (drop_keys(read_metrics(tmp_path / name), *TIMES) for name in ("with", "without"))

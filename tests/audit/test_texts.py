@@ -179,7 +179,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+DAILY = ("shared, overlong", "separate, full", "lora, loss", "dense, bootstrap", "running, filters")
+
+
+@pytest.mark.parametrize("kind", [*DAILY, *proofs(*(kind for kind in KINDS if kind not in DAILY))])
 def test_every_kind_of_run_is_audited_and_left_as_it_was(kind, tmp_path):
     trainer = trainer_of(tmp_path, **KINDS[kind], audit=AuditConfig(every=1, completions=6, continuations=4))
     trainer.credit.give(trainer.collect())  # running means stand somewhere
@@ -433,16 +436,6 @@ def test_no_more_texts_are_sampled_at_once_than_in_a_rollout(tmp_path, monkeypat
     assert max(sizes[1:]) == 8
 
 
-def test_a_run_that_was_begun_in_python_is_refused_by_the_command(tmp_path):
-    trainer = trainer_of(tmp_path / "run", prompts=PromptsConfig(text="a b"))
-    trainer.train()
-    config = read_config(tmp_path / "run" / "config.yaml", PPOConfig)
-    with pytest.raises(
-        ConfigError, match="was begun in Python with reward_funcs, model, processing_class, which its folder"
-    ):
-        audit_run(tmp_path / "run", config, AuditConfig(every=1))
-
-
 REWARDS = """
 def short(completions, goal, **columns):
     return [-abs(len(text) - x) / 100 for text, x in zip(completions, goal)]
@@ -481,7 +474,7 @@ def test_a_run_with_a_reward_and_rows_from_python_is_audited_there_and_by_the_co
         assert re.search(message, refused(capsys, "audit", "run", *arguments, *size))
 
 
-def test_a_trainer_from_python_audits_what_it_has_trained(tmp_path, capsys):
+def test_a_trainer_from_python_audits_what_it_has_trained_and_the_command_refuses(tmp_path, capsys):
     trainer = trainer_of(tmp_path / "run", prompts=PromptsConfig(text="a b"))
     with pytest.raises(ConfigError, match="there is nothing to audit: no iteration is done"):
         trainer.audit()
@@ -492,6 +485,11 @@ def test_a_trainer_from_python_audits_what_it_has_trained(tmp_path, capsys):
     written = read_run(tmp_path / "run").audit
     assert written["credit"]["tokens"] == audit["credit"]["tokens"] > 0
     assert len(written["samples"]) == 4
+    config = read_config(tmp_path / "run" / "config.yaml", PPOConfig)
+    with pytest.raises(
+        ConfigError, match="was begun in Python with reward_funcs, model, processing_class, which its folder"
+    ):
+        audit_run(tmp_path / "run", config, AuditConfig(every=1))
 
 
 def test_rewinding_a_run_removes_a_later_or_unreadable_audit(tmp_path):

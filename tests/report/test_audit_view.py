@@ -212,6 +212,7 @@ def test_the_browser_shows_the_truth_below_the_shown_advantage(browser, audited_
     assert browser.find_elements(By.CSS_SELECTOR, "#pane0 svg line.true")
 
 
+@pytest.mark.proof  # test_browser.py: a single evaluation is visible
 def test_a_metric_of_few_iterations_is_drawn_with_marks(browser, audited_folder):
     opened(browser, audited_folder, read=True)
     draw_all(browser)

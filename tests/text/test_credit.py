@@ -10,6 +10,7 @@ import torch
 from helpers.configs import text_config
 from helpers.files import read_jsonl, read_metrics
 from helpers.models import changed_weights, copy_weights
+from helpers.proofs import proofs
 from helpers.rewards import vowels
 from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.core.estimators import estimate
@@ -332,9 +333,14 @@ def test_the_masked_share_is_there_whenever_completions_may_be_left_out(tokenize
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["gae", "group_relative"])
+@pytest.mark.parametrize("estimator", ["gae", *proofs("group_relative")])
 @pytest.mark.parametrize(
-    "kl", [KLConfig(estimator="k3"), KLConfig(place="loss", estimator="k2"), KLConfig(place="both", estimator="full")]
+    "kl",
+    [
+        KLConfig(estimator="k3"),
+        KLConfig(place="both", estimator="full"),
+        *proofs(KLConfig(place="loss", estimator="k2")),
+    ],
 )
 def test_rewards_that_are_all_0_change_no_weight(estimator, kl, tmp_path):
     """Cached steps and full passes of the same model round apart, and Adam makes a full step of any gradient."""
@@ -413,7 +419,7 @@ def report_samples(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("critic", ["shared", "separate"])
+@pytest.mark.parametrize("critic", ["separate", *proofs("shared")])
 def test_a_run_bootstraps_from_the_critic_where_completions_were_cut_off(critic, tmp_path):
     args = small(
         tmp_path / "run",
@@ -451,7 +457,7 @@ def test_a_run_bootstraps_from_the_critic_where_completions_were_cut_off(critic,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("filters", [{}, {"top_p": 1.0}, {"top_k": 3}, {"min_new_tokens": 4}])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, *proofs({"top_p": 1.0}, {"min_new_tokens": 4})])
 def test_entropy_and_kl_of_filtered_samples_are_named_for_what_they_are(filters, tmp_path):
     """The policy is made surer of itself than the reference; top_k then draws likely tokens alone."""
     rollout = RolloutConfig(batch_size=8, max_new_tokens=8, **filters)

@@ -191,6 +191,7 @@ def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, plac
     assert complaints(browser) == []
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_many_curves_differ_in_their_strokes(repeat, tmp_path):
     many = [repeat(f"many-{number}", lr=number * 1e-5) for number in range(1, 9)]

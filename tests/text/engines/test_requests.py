@@ -227,16 +227,16 @@ def test_a_sync_that_failed_is_found(broken, size, cause, model, tokenizer):
 def test_weights_that_change_after_a_sync_are_found_in_the_rollout(model, tokenizer):
     engine = engine_of(model, tokenizer, OwnWeights(model, tokenizer))
     engine.weights_changed()
-    generate(engine, started=[torch.tensor([70, 71])] * 12)
+    generate(engine, rows=4, started=[torch.tensor([70, 71])] * 4)
     changed(engine.sampler.policy, 0.05)
     with pytest.raises(RunStopped, match=r"engine continuous are not the policy's in a rollout.*Nothing was learned"):
-        generate(engine)
-    generate(engine, top_k=5)  # filters change the log-probs too
+        generate(engine, rows=4)
+    generate(engine, rows=4, top_k=5)  # filters change the log-probs too
 
 
 def test_syncs_without_a_change_are_no_failure(model, tokenizer):
     engine = engine_of(model, tokenizer, OwnWeights(model, tokenizer))
-    for _ in range(3):
+    for _ in range(2):
         engine.weights_changed()
     changed(model, 1e-9)
     engine.weights_changed()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.proofs import proofs
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
@@ -182,7 +183,7 @@ REFUSED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", ["prompt tuning", "aLoRA", *proofs(*([*REFUSED][1:-1]))])
 def test_kinds_that_would_not_be_trained_are_refused(kind, model_folders, tmp_path):
     config, name = REFUSED[kind]
     with pytest.raises(ConfigError, match=rf"an adapter of type {name} cannot be trained here: .*; use LoRA"):
@@ -198,7 +199,7 @@ def test_refused_kinds_exist():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["folder", "PeftModel", "frozen PeftModel", "another name", "Transformers"])
+@pytest.mark.parametrize("way", ["folder", "another name", *proofs("PeftModel", "frozen PeftModel", "Transformers")])
 def test_every_way_in_goes_on_with_the_adapter_that_is_there(way, lora_folder, adapted, tmp_path):
     if way == "folder":
         models = models_of(lora_folder)
@@ -221,7 +222,7 @@ def test_every_way_in_goes_on_with_the_adapter_that_is_there(way, lora_folder, a
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["folder", "PeftModel", "Transformers"])
+@pytest.mark.parametrize("way", ["PeftModel", *proofs("folder", "Transformers")])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_merged_adapter_is_part_of_the_weights(way, rank, lora_folder, adapted, tmp_path):
     given = {

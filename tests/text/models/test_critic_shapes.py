@@ -7,6 +7,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from helpers.configs import text_config
 from helpers.models import random_lm
+from helpers.proofs import proofs
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
@@ -172,7 +173,7 @@ def random_policy(family, shape, tokenizer, **critic):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "shape"), [("opt", OPT), ("mamba", MAMBA), ("lfm2", SHAPE | HYBRID)])
+@pytest.mark.parametrize(("family", "shape"), [("opt", OPT), *proofs(("mamba", MAMBA), ("lfm2", SHAPE | HYBRID))])
 def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(family, shape, tokenizer, tmp_path):
     """OPT projects its last states and saves a part of what its configuration builds; Mamba counts its states anew."""
     tap = random_policy(family, shape, tokenizer, layers=1)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from helpers.models import loud
+from helpers.proofs import proofs
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import ClassifierTerm, RewardModelTerm
 from tokencredit.text.models.model_loading import resolve
@@ -208,7 +209,7 @@ def test_padding_changes_no_score(kind, tokenizer):
     torch.testing.assert_close(reader.logits(["I say"] * 5, texts), torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "bert", *proofs("gpt2", "opt")])
 @pytest.mark.parametrize("pads_with_eos", [False, True])
 def test_prefixes_read_in_one_pass_score_as_each_alone(kind, pads_with_eos, tokenizer):
     """Also with an end-of-sequence token after each, and where a prefix ends in the middle of a token."""
@@ -219,7 +220,7 @@ def test_prefixes_read_in_one_pass_score_as_each_alone(kind, pads_with_eos, toke
     torch.manual_seed(0)
     model = loud(AutoModelForSequenceClassification.from_config(config))
     reader = RewardModel(kind, model, AutoTokenizer.from_pretrained(resolve(BUILTIN, "policy")))
-    texts = [f" {x} film, and I loved every minute of it from the beginning" for x in ("good", "wonderful")]
+    texts = [f" {x} film, and I loved every minute" for x in ("good", "wonderful")]
     prefixes = [text[:end] for text in texts for end in range(len(text) + 1)]
     alone = [reader(["I say"], [prefix])[0] for prefix in prefixes]
     assert reader.shares == (kind != "bert")
