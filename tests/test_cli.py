@@ -73,13 +73,11 @@ def test_generate_and_evaluate_sample_with_the_engine_of_the_option(run, monkeyp
 
 
 @pytest.mark.slow
-def test_limit_samples_the_reference_of_a_run_or_of_a_configuration(run, capfd):
+def test_limit_samples_the_reference_of_a_run(run, capfd):
     assert main(["limit", str(run[0]), "--samples", "64"]) == 0
     of_run = capfd.readouterr().out.splitlines()
     assert of_run[0].startswith("J* ")
     assert any(line.startswith("the run has reached") for line in of_run)
-    assert main(["limit", "--config", str(run[0] / "config.yaml"), "--samples", "64", "--kl.coef", "0.1"]) == 0
-    assert "the largest reward − 0.1 · KL" in capfd.readouterr().out
 
 
 @pytest.mark.slow

@@ -147,8 +147,7 @@ class Mean:
         self.mean = state["mean"] if self.loads and self.saves else 0.0
 
 
-@pytest.mark.parametrize("broken", ["saves", "loads"])
-@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize(("broken", "built"), [("saves", True), ("loads", False)])
 def test_a_critic_that_a_resumed_run_would_begin_anew_stops_the_run(broken, built, tmp_path):
     critic = CriticConfig(kind=Mean(**{broken: False}) if built else Mean, kwargs={} if built else {broken: False})
     trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=critic))

@@ -42,6 +42,7 @@ def test_one_word_decides_each_reward():
     assert world.deciding("falsify", "say", [SKY, SKY, SKY]) is None
 
 
+@pytest.mark.proof  # below: chances add up to the reward
 @pytest.mark.slow
 @torch.no_grad()
 def test_chances_are_sums_over_all_words_before_the_deciding_one(lm):
@@ -102,7 +103,7 @@ def test_the_shares_of_a_run(tmp_path, monkeypatch):
         "advantage.estimator": "leave_one_out",
         "critic.kind": "none",
         "kl.coef": 0,
-        "run": {"dir": str(tmp_path / "run"), "iterations": 3, "save_every": 1, "show_every": 0, "trackers": []},
+        "run": {"dir": str(tmp_path / "run"), "iterations": 1, "save_every": 1, "show_every": 0, "trackers": []},
     }
     PPOTrainer(args=PPOConfig.from_dict(settings)).train()
     shares = world.credit_shares(tmp_path / "run")

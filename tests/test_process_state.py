@@ -89,23 +89,28 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["inference_mode", "autocast", "dtype", *proofs("no_grad", "device")])
-def test_a_run_does_not_depend_on_the_modes_and_defaults_of_its_caller(mode, tmp_path):
-    def rewards():
-        trainer = PPOTrainer(args=text_config(tmp_path / str(len(list(tmp_path.iterdir())))))
-        return trainer.train().last, trainer.policy.critic.head[0].weight.dtype
+def rewards(folder):
+    trainer = PPOTrainer(args=text_config(folder / "run"))
+    return trainer.train().last, trainer.policy.critic.head[0].weight.dtype
 
-    alone = rewards()
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return rewards(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("mode", ["inference_mode", "autocast", "dtype", *proofs("no_grad", "device")])
+def test_a_run_does_not_depend_on_the_modes_and_defaults_of_its_caller(mode, alone, tmp_path):
     if mode == "dtype":
         torch.set_default_dtype(torch.bfloat16)
         try:
-            assert rewards() == alone
+            assert rewards(tmp_path) == alone
             assert torch.get_default_dtype() == torch.bfloat16
         finally:
             torch.set_default_dtype(torch.float32)
     else:
         with MODES[mode]():
-            assert rewards() == alone
+            assert rewards(tmp_path) == alone
 
 
 def test_mujocos_warning_handler_is_restored(tmp_path):

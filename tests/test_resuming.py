@@ -173,7 +173,7 @@ AGENTS = {
 
 
 @pytest.mark.parametrize(
-    "what", ["a transformer, steps of the critic alone", *proofs("MuJoCo, normalised, in processes"), list(AGENTS)[2]]
+    "what", [*proofs("a transformer, steps of the critic alone", "MuJoCo, normalised, in processes"), list(AGENTS)[2]]
 )
 def test_a_resumed_agent_equals_an_uninterrupted_run(what, tmp_path):
     ControlTrainer(args=control(tmp_path / "whole", 2, **AGENTS[what])).train()
@@ -445,7 +445,7 @@ def test_a_setting_that_may_not_change_is_refused_before_a_file_is_touched(cut_i
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 
-@pytest.mark.parametrize("part", ["model", "tokenizer"])
+@pytest.mark.parametrize("part", ["model", *proofs("tokenizer")])
 def test_another_model_or_tokenizer_under_the_same_name_is_refused(part, model_folders, tokenizer, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_folders["gpt2"])
     folder = tmp_path / "model"

@@ -76,8 +76,7 @@ def test_penalties_count_and_normalised_scores_have_no_limit(tmp_path):
     rows = {}
     for name, score in (("penalty", ScoreConfig(missing_eos_penalty=1.0)), ("scaled", ScoreConfig(normalize="batch"))):
         args = config(tmp_path / name, 1, score=score)
-        PPOTrainer(args=args, reward_funcs=vowels).train()
-        rows[name] = read_metrics(tmp_path / name)[0]
+        rows[name], _ = PPOTrainer(args=args, reward_funcs=vowels).iteration(1)
     penalty = rows["penalty"]
     assert penalty["limit/start"] == pytest.approx(penalty["reward"] - penalty["truncated"], abs=1e-5)
     assert not {"objective", "attainable", "limit/objective"} & set(rows["scaled"])

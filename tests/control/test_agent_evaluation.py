@@ -131,13 +131,13 @@ def test_evaluation_during_training_changes_no_training(tmp_path):
     runs = []
     for every in (0, 1):
         env = EnvConfig("Pendulum-v1", normalize_observations=True, normalize_rewards=True)
-        run = quiet_agent(tmp_path / str(every), 3)
+        run = quiet_agent(tmp_path / str(every), 2)
         trainer = ControlTrainer(
             control_config(tmp_path, env=env, eval=EpisodesConfig(every, episodes=3, greedy=False), run=run)
         )
         trainer.train()
         rows = read_metrics(tmp_path / str(every))
-        assert ["eval/average_return" in row for row in rows] == [every == 1, every == 1, True]
+        assert ["eval/average_return" in row for row in rows] == [every == 1, True]
         runs.append((drop_keys(rows, *TIMES, "eval/"), [p.tolist() for p in trainer.agent.parameters()]))
     assert runs[0] == runs[1]
 

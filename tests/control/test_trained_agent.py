@@ -7,6 +7,7 @@ from gymnasium import spaces
 
 import tokencredit as tc
 from helpers.configs import control_config, quiet_agent
+from helpers.proofs import proofs
 from tokencredit.control.agent_evaluation import Player, load_agent
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError
@@ -46,8 +47,11 @@ CASES = {
 }
 
 
+DAILY = ("continuous and normalised", "parts, of several steps")
+
+
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*DAILY, *proofs(*(case for case in CASES if case not in DAILY))])
 def test_its_episodes_are_those_of_play(case, greedy, tmp_path):
     env, agent = CASES[case]
     args = control_config(

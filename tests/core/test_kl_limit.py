@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from helpers.proofs import proofs
 from tokencredit.core.kl_limit import FEW, GROUP, attainable
 
 
@@ -34,7 +35,7 @@ def texts():
     return torch.stack([logprob for logprob, _ in found]), torch.tensor([r for _, r in found], dtype=torch.double)
 
 
-@pytest.mark.parametrize("coef", [0.3, 1.0])
+@pytest.mark.parametrize("coef", [1.0, *proofs(0.3)])
 def test_samples_estimate_the_optimum_that_enumeration_gives(coef):
     logprobs, rewards = texts()
     exact = coef * torch.logsumexp(logprobs + rewards / coef, 0)

@@ -84,6 +84,7 @@ def test_the_classifier_is_right_on_reviews_it_has_not_read(sentiment):
     assert accuracy(sentiment, [cut(text, rng) for text in TEXTS]) >= 0.9
 
 
+@pytest.mark.proof
 def test_samples_are_mostly_positive_varied_and_sometimes_negative(sentiment, samples):
     completions, lengths = samples
     negative = negative_probability(*sentiment, [PROMPT + completion for completion in completions])

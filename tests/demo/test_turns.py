@@ -35,6 +35,7 @@ def test_the_policies_load_like_any_other_model(world, end):
     assert tokenizer.model_max_length == model.config.n_positions
 
 
+@pytest.mark.proof
 def test_the_committed_tokenizers_are_those_of_the_builder(tmp_path):
     for world, parts in WORLDS.items():
         parts.tokenizer(random.Random(0)).save_pretrained(tmp_path / world)

@@ -47,7 +47,8 @@ def models(model_folders, tokenizer, tmp_path_factory):
     return folder
 
 
-PROOFS = ("tapped", "truncated", "requests", "continued", "wrapped")
+DAILY = ("shared", "separate", "lora", "from Python", "refusals", "gathered")
+PROOFS = ("tapped", "truncated", "requests", "continued", "wrapped", "layers")
 
 
 def compared(models, folder, cases):
@@ -59,7 +60,7 @@ def compared(models, folder, cases):
 
 @pytest.fixture(scope="module")
 def results(models, tmp_path_factory):
-    return compared(models, tmp_path_factory.mktemp("sharded"), [case for case in CASES if case not in PROOFS])
+    return compared(models, tmp_path_factory.mktemp("sharded"), DAILY)
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +131,15 @@ def alone(models, tmp_path_factory):
 
 @slow
 @NEEDS_GLOO
-@pytest.mark.parametrize("sampling", ["gathered", "layers"])
-def test_a_run_trains_as_in_one_process(results, alone, sampling):
-    one, two = read_metrics(alone), read_metrics(results[0] / sampling)
+@pytest.mark.parametrize("sampling", ["gathered", pytest.param("layers", marks=pytest.mark.proof)])
+def test_a_run_trains_as_in_one_process(request, alone, sampling):
+    folder = request.getfixturevalue("proofs" if sampling in PROOFS else "results")[0] / sampling
+    one, two = read_metrics(alone), read_metrics(folder)
     for expected, got in zip(one, two, strict=True):
         for name in ("reward", "kl", "length", "value_loss", "grad_norm", "eval/reward"):
             assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
     for file in ("policy/model.safetensors", "policy/critic/model.safetensors", "best/model.safetensors"):
-        weights, expected = load_file(results[0] / sampling / file), load_file(alone / file)
+        weights, expected = load_file(folder / file), load_file(alone / file)
         for name, x in expected.items():
             torch.testing.assert_close(weights[name], x, atol=1e-4, rtol=1e-4, msg=file)
 

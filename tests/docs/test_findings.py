@@ -16,6 +16,7 @@ def findings():
     return program
 
 
+@pytest.mark.proof
 def test_the_page_has_the_tables_of_the_kept_metrics(findings):
     page = findings.PAGE.read_text(encoding="utf-8")
     assert findings.fill(page, findings.tables(findings.studies())) == page

@@ -90,6 +90,7 @@ def folder(tmp_path, monkeypatch, model_folders):
     return tmp_path
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_the_script_for_tokencredit_runs(folder):
     script = (

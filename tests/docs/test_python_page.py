@@ -38,7 +38,7 @@ def test_the_first_run_is_what_the_others_read(first):
     assert summary["reward_last"] > summary["reward_first"]
 
 
-LONG = ("Several turns", "LoRA", "A configuration from YAML")
+LONG = ("Several turns", "LoRA", "A configuration from YAML", "Callbacks")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig, UpdateConfig
 
 
-def quiet(folder, iterations=1, save_every=0, **options):
-    """A run without trackers and without a screen, and without a checkpoint unless asked for."""
-    return RunConfig(
-        dir=str(folder), iterations=iterations, trackers=[], show_every=0, save_every=save_every, **options
-    )
+def quiet(folder, iterations=1, save_every=0, samples=2, **options):
+    """A run without trackers and without a screen, of few samples, and without a checkpoint unless asked for."""
+    options |= {"iterations": iterations, "save_every": save_every, "samples": samples}
+    return RunConfig(dir=str(folder), trackers=[], show_every=0, **options)
 
 
 def quiet_agent(folder, iterations=1, **options):

@@ -1,6 +1,7 @@
 """A program for two processes: the same runs with sharded and with whole models, compared number by number.
 
-Arguments: the folder of the small models, a folder for results, and cases. Each process writes `results-RANK.json`.
+Arguments: the folder of the small models, a folder for results, and cases or runs. Each process writes its
+`results-RANK.json`.
 """
 
 import gc
@@ -202,11 +203,10 @@ def sampled(made, engine):
     return engine.generate(made.prompts.batch(0, 2), made.args.rollout, uniforms).logprobs
 
 
-def train(models, folder):
-    """Train with each way of sampling, into the folders `gathered` and `layers`."""
-    for sampling, settings in RUNS.items():
-        changes = {"run.shard": "full", "sharding.sampling": sampling, "run.dir": str(folder / sampling)}
-        PPOTrainer(None, vowels, PPOConfig.from_dict(run_settings(models) | settings | changes)).train()
+def train(sampling, models, folder):
+    """Train with this way of sampling, into the folder of its name."""
+    changes = {"run.shard": "full", "sharding.sampling": sampling, "run.dir": str(folder / sampling)}
+    PPOTrainer(None, vowels, PPOConfig.from_dict(run_settings(models) | RUNS[sampling] | changes)).train()
 
 
 RUNS = {"gathered": {"audit.every": 2, "audit.completions": 2, "audit.states": 1}, "layers": {}}
@@ -232,7 +232,7 @@ def from_python(models, folder, processes):
     return differences(*numbers)
 
 
-def refusals(models, folder):
+def refusals(models, folder, processes):
     """The messages for what does not work with sharded models."""
     cases = {
         "merged critic": ({"model.name": "adapter"} | SEPARATE, None),
@@ -253,15 +253,20 @@ def refusals(models, folder):
     return messages
 
 
+OTHERS = {"from Python": from_python, "refusals": refusals}
+
+
 def main(models, folder, cases):
     warnings.filterwarnings("error", "FSDP2-wrapped module")
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPOPTDecoderLayer\)")  # OPT's own, and harmless there
     processes, results = Processes(), {}
     for name in cases:
-        results[name] = compare(name, models, folder, processes)
-    results["from Python"] = from_python(models, folder, processes)
-    results["refusals"] = refusals(models, folder)
-    train(models, folder)
+        if name in RUNS:
+            train(name, models, folder)
+        elif name in OTHERS:
+            results[name] = OTHERS[name](models, folder, processes)
+        else:
+            results[name] = compare(name, models, folder, processes)
     (folder / f"results-{processes.rank}.json").write_text(json.dumps(results))
     processes.close()
 

@@ -24,8 +24,10 @@ PROOFS = (
     *("whitened minibatches", "target KL", "fewer rows than processes", "constant reduction", "by sequence", "DPPO"),
     *("importance weights", "separate critic, micro-batches", "separate critic, not clipped"),
     *("separate critic, whitened", "separate critic, critic-only steps", "adapter on a frozen actor"),
+    *("micro-batches", "critic-only steps"),  # interpolated by age has both
 )
 EVERY = (*minibatches.CASES, *minibatches.SEPARATE)
+DAILY = [case for case in EVERY if case not in PROOFS]
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +37,21 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(folder):
+    """Results of one process, without those of the proofs."""
     alone = Processes()
     answer = minibatches.results(alone) | {"saved": minibatches.saved(alone, folder / "of-one")}
-    return json.loads(json.dumps(answer | minibatches.compared(alone, EVERY)))
+    return json.loads(json.dumps(answer | minibatches.compared(alone, DAILY)))
 
 
 @pytest.fixture(scope="module")
 def three(folder, one):
-    """Results of each of three processes, without those of the proofs."""
-    return started(folder, [case for case in EVERY if case not in PROOFS])
+    """Results of each of three processes."""
+    return started(folder, DAILY)
 
 
 @pytest.fixture(scope="module")
 def proofs(tmp_path_factory):
-    return started(tmp_path_factory.mktemp("three"), PROOFS)
+    return minibatches.compared(Processes(), PROOFS), started(tmp_path_factory.mktemp("three"), PROOFS)
 
 
 def started(folder, cases):
@@ -60,8 +63,10 @@ def started(folder, cases):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.proof if case in PROOFS else ()) for case in EVERY]
 )
-def test_three_processes_take_the_steps_of_one(case, one, request):
-    for process in request.getfixturevalue("proofs" if case in PROOFS else "three"):
+def test_three_processes_take_the_steps_of_one(case, request):
+    names = ("one", "three")
+    one, three = request.getfixturevalue("proofs") if case in PROOFS else map(request.getfixturevalue, names)
+    for process in three:
         for metrics, expected in zip(process[case]["metrics"], one[case]["metrics"], strict=True):
             assert metrics == pytest.approx(expected, rel=2e-6, abs=1e-6)
         for weights, expected in zip(process[case]["weights"], one[case]["weights"], strict=True):

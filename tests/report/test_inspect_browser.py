@@ -7,6 +7,7 @@ from selenium.webdriver.support.select import Select
 
 from helpers.browser import complaints, contrast, over, requests
 from helpers.inspection import inspection
+from helpers.proofs import proofs
 from tokencredit.report.inspect_page import render
 from tokencredit.report.templating import two_digits
 
@@ -85,7 +86,7 @@ def test_bars_have_the_length_of_their_numbers(browser, opened):
     assert [width / max(widths) for width in widths] == pytest.approx([x / max(sizes) for x in sizes], abs=0.02)
 
 
-@pytest.mark.parametrize("model", ["base", "tuned"])
+@pytest.mark.parametrize("model", ["tuned", *proofs("base")])
 def test_the_lens_says_what_the_file_says(browser, opened, model):
     look = inspection()
     opened(look)
@@ -113,6 +114,7 @@ def test_arrow_keys_walk_over_the_cells(browser, opened):
     assert property_of(browser, "tabIndex", cells).count(0) == 1
 
 
+@pytest.mark.proof
 def test_position_and_shade_can_be_chosen(browser, opened):
     look = inspection()
     opened(look)
@@ -152,6 +154,7 @@ def test_heads_unfold_by_keyboard(browser, opened):
     assert not heads.is_displayed()
 
 
+@pytest.mark.proof
 def test_a_chosen_head_shows_its_attention(browser, opened):
     look = inspection()
     opened(look)
@@ -176,6 +179,7 @@ def test_a_chosen_head_shows_its_attention(browser, opened):
     assert alphas.index(max(alphas)) == first["tuned"].index(max(first["tuned"]))
 
 
+@pytest.mark.proof
 def test_signs_have_colours_of_their_own(browser, opened):
     look = inspection()
     opened(look)

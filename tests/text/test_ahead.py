@@ -67,7 +67,7 @@ LORA = {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2)), "rollout
 
 @pytest.mark.parametrize(
     ("groups", "max_age"),
-    [(STOPS, 2), (LORA, 1), *proofs((STOPS, 1), (LORA, 2))],
+    [(STOPS, 2), *proofs((STOPS, 1), (LORA, 1), (LORA, 2))],
 )
 def test_tokens_have_the_log_probs_of_the_weights_of_their_age(groups, max_age, tmp_path):
     seen = Weights()
@@ -239,6 +239,7 @@ def test_a_sampler_that_fails_is_started_anew_once(last, tmp_path, monkeypatch):
     assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.proof  # engines/test_requests.py: a sync that failed is tried again
 def test_a_failed_sync_loses_no_update(tmp_path, monkeypatch):
     sync = BackgroundSampler.sync
     syncs = []
@@ -344,6 +345,7 @@ def test_a_run_ends_while_environments_of_batches_ahead_reply(tmp_path):
     assert not sampling_threads()
 
 
+@pytest.mark.proof  # above: a run goes on where it was drained
 def test_a_trainer_trains_again(tmp_path):
     def reward(completions, **_):
         calls.append(len(completions))
@@ -363,6 +365,7 @@ def test_a_trainer_trains_again(tmp_path):
     assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.proof  # engines/test_background.py: draws are those of the request
 def test_draws_depend_on_the_seed(tmp_path):
     seeds = []
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.proofs import proofs
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import Prompts
@@ -90,7 +91,7 @@ def test_draws_neither_depend_on_the_global_generator_nor_change_it(model, start
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("model", ["llama", *proofs("gpt2")], indirect=True)
 def test_each_token_has_the_log_prob_of_the_version_that_drew_it(model, start):
     completions, weights = sample_while(start(model), model)
     seen, apart = set(), []

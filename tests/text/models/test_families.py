@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, T5Config, T5ForConditionalGeneration
 
 from helpers.models import loud, random_lm
+from helpers.proofs import proofs
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import SamplingConfig
@@ -49,7 +50,7 @@ def lm(request, tokenizer):
     return random_lm(request.param, tokenizer, pad_token_id=0, **TRAINED[request.param])
 
 
-@pytest.mark.parametrize("per_prompt", [1, 3])
+@pytest.mark.parametrize("per_prompt", [*proofs(1), 3])
 def test_a_rollout_has_the_log_probs_of_the_models_own_pass(lm, per_prompt, tokenizer):
     model = ActorCritic(lm, Critic(build_value_head("linear", width(lm))))
     torch.nn.init.normal_(model.critic.head[-1].weight)

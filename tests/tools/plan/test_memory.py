@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from helpers.proofs import proofs
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.learn.state import trainable
 from tokencredit.tools.plan.memory import LiveMemory, measure, update_parts
@@ -29,7 +30,8 @@ FAMILIES = {
 }
 pytestmark = pytest.mark.slow
 
-IN_SUITE = (("gemma2", "bfloat16"),)
+CASES = [*product(FAMILIES, ("float32", "bfloat16"))]
+DAILY = ("gemma2", "bfloat16")
 
 
 def work_of(settings=None, **options):
@@ -50,13 +52,7 @@ def live_update(work):
         return sum(update_parts(live, passes, elsewhere=0).values())
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        pytest.param(*case, marks=() if case in IN_SUITE else pytest.mark.proof)
-        for case in product(FAMILIES, ("float32", "bfloat16"))
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype"), [DAILY, *proofs(*(case for case in CASES if case != DAILY))])
 def test_an_update_on_fake_tensors_takes_the_memory_of_a_real_one(kind, dtype, tmp_path):
     work = family(kind, tmp_path, {"model.dtype": dtype})
     measured = measure(work)
@@ -68,14 +64,12 @@ def test_an_update_on_fake_tensors_takes_the_memory_of_a_real_one(kind, dtype, t
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, marks=pytest.mark.proof),
         {"critic.kind": "separate", "critic.layers": 1},
         {"model.lora.rank": 4},
-        pytest.param({"critic.kind": "none", "advantage.estimator": "uniform"}, marks=pytest.mark.proof),
-        pytest.param({"model.dtype": "bfloat16"}, marks=pytest.mark.proof),  # slow where bfloat16 is emulated
-        pytest.param({"optim.name": "muon"}, marks=pytest.mark.proof),
+        *proofs({}, {"critic.kind": "none", "advantage.estimator": "uniform"}, {"optim.name": "muon"}),
+        *proofs({"model.dtype": "bfloat16"}),  # slow where bfloat16 is emulated
     ],
-    ids=["shared", "separate", "LoRA", "none", "bfloat16", "muon"],
+    ids=["separate", "LoRA", "shared", "none", "muon", "bfloat16"],
 )
 def test_the_tensors_of_a_run_have_the_planned_sizes(settings, tmp_path):
     config = PPOConfig.from_dict(SMALL | settings | {"run.dir": str(tmp_path / "run"), "run.trackers": []})
