@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.proof]
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
@@ -50,7 +50,6 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel):
     assert [name for name in names if name.startswith("tokencredit/demo/") and name.endswith(".py")] == []
 
 
-@pytest.mark.proof
 def test_the_wheel_trains_in_an_empty_folder(wheel, tmp_path):
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
