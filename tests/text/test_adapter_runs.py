@@ -17,8 +17,8 @@ from tokencredit.settings.run_kind import ModelSource, read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_source
-from tokencredit.text.policy import load
 from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.tools.load_run import load
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate_source
 from tokencredit.text.models import precision
-from tokencredit.text.policy import load
 from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.tools.load_run import load
 
 pytestmark = pytest.mark.slow
 

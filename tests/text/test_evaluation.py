@@ -22,9 +22,9 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate, evaluate_source
 from tokencredit.text.models.run_models import load_run_models
-from tokencredit.text.policy import load
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
+from tokencredit.tools.load_run import load
 
 pytestmark = pytest.mark.slow
 

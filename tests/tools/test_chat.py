@@ -12,9 +12,9 @@ from helpers.models import with_chat_template
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.run_kind import read_source
-from tokencredit.text.policy import load
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.chat import LONGEST, Speaker, answer, chat, load_speaker, show
+from tokencredit.tools.load_run import load
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def generate(options: Options) -> None:
 
     from tokencredit.runs.console import spoken
     from tokencredit.runs.transcript import transcript
-    from tokencredit.text.policy import Policy
+    from tokencredit.tools.trained_policy import Policy
 
     disable_progress_bar()
     which = "base" if options.base else "policy"

@@ -24,12 +24,12 @@ from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, RunComplete, TooManyBadSteps
 from tokencredit.provenance.environment import environment, now, resumed, versions
 from tokencredit.provenance.parts import Part
+from tokencredit.runs import resuming
 from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
 from tokencredit.runs.folder import CHOICES, JOB, PARTS, SHOWN, RunFolder, apply_choices, beside, read_parts, replacing
 from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
-from tokencredit.runs.resuming import LINES, allowed_changes, changed_parts, changes_since, for_trainer, newest, saved
 from tokencredit.runs.summary import History, Summary, summarise
 from tokencredit.runs.trackers import Trackers
 from tokencredit.settings.parts import plain
@@ -141,30 +141,30 @@ class RunRecord:
         # Which settings have changed since, and may they?
         self.config, self.failed = plain(config), False
         path = self.folder.path
-        changed = allowed_changes(path / "config.yaml", self.config)
-        replaced = dict(changed_parts(read_parts(path), self.parts, changed, self.args.allow_changed))
+        changed = resuming.allowed_changes(path / "config.yaml", self.config)
+        replaced = dict(resuming.changed_parts(read_parts(path), self.parts, changed, self.args.allow_changed))
         # The main process takes the folder, and finishes or undoes replacements whose process was killed.
         with self.processes.agreed(OSError, ConfigError):
             if self.main:
                 self.folder.reopen(reserve)
-        if caution := self._never_saved():
+        if caution := resuming.never_saved(path, self.args.save_every):
             raise ConfigError(f"{str(path)!r} has no checkpoint: {caution}")
         # The newest checkpoint whose files are whole; damaged newer ones are named later.
-        done, state, damaged = newest(path, self.processes, sharded)
+        done, state, damaged = resuming.newest(path, self.processes, sharded)
         if done >= self.args.iterations and (path / "summary.json").is_file():
             raise RunComplete(
                 f"{str(path)!r} has done all its {done} iterations; raise run.iterations to continue, above {done} "
                 f"(it is {self.args.iterations})"
             )
-        lines = [] if state is None else load(for_trainer(state), {*changed, *replaced})
+        lines = [] if state is None else load(resuming.for_trainer(state), {*changed, *replaced})
         self.processes.wait()  # all have read the checkpoint
         # Back to that iteration: later lines, an end's summary and a later audit go, and are written again.
         if self.main:
             self.environment = resumed(path)
-            self.folder.rewind(done, state["files"] if state else dict.fromkeys(LINES, 0))
+            self.folder.rewind(done, state["files"] if state else dict.fromkeys(resuming.LINES, 0))
             self._write_settings()
         self.processes.wait()
-        differences = list(changes_since(done, state, changed, replaced, self.processes.count))
+        differences = list(resuming.changes_since(done, state, changed, replaced, self.processes.count))
         self._reread(done, [key for key, _ in differences if key])
         self._start([*damaged, *foreign_code(config), *lines])
         for key, text in differences:
@@ -262,25 +262,9 @@ class RunRecord:
         every = self.args.save_every
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
-    def _never_saved(self) -> str:
-        """What to do with a run that cannot be resumed since it saves no checkpoints; empty for others."""
-        path = self.folder.path
-        if saved(path) or self.args.save_every or not (path / "metrics.jsonl").is_file():
-            return ""
-        return "run.save_every is 0; begin a new run with another run.dir"
-
     def how_to_resume(self) -> str:
         """How to resume this run: the command or the call, with a caution if there is no checkpoint."""
-        if caution := self._never_saved():
-            return f"no checkpoint is saved, so it cannot be resumed: {caution}"
-        path = self.folder.path
-        caution = "" if saved(path) else "no checkpoint is saved yet, so resuming begins anew; "
-        if self.config["python"]:
-            return (
-                f"{caution}resume from Python with the same arguments and run.dir {str(path)!r}: "
-                "train(resume_from_checkpoint=True)"
-            )
-        return f"{caution}resume with: tokencredit {self.run_kind.command} --resume {shlex.quote(str(path))}"
+        return resuming.how_to_resume(self.folder.path, self.run_kind, self.config)
 
     def next_steps(self, commands: Mapping[str, str]) -> None:
         """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""
@@ -314,12 +298,12 @@ class RunRecord:
                     target.parent.mkdir(exist_ok=True)  # not its parents: a run's folder that was moved stays away
                     self.folder.make_room(f"checkpoints/{target.name}", size_of(state) + own)
                     stack.enter_context(replacing(target))
-                    contents["files"] = self.folder.sizes(LINES)
+                    contents["files"] = self.folder.sizes(resuming.LINES)
             write_checkpoint(beside(target, "part"), contents, process, self.processes)
             with self.processes.agreed(OSError):
                 stack.close()
         if self.main:
-            for old in saved(self.folder.path)[: -self.args.keep_last]:
+            for old in resuming.saved(self.folder.path)[: -self.args.keep_last]:
                 if old != self.best_iteration:
                     shutil.rmtree(target.parent / f"{old:06d}")
 

@@ -1,8 +1,9 @@
-"""Find the newest valid checkpoint and the settings that changed since."""
+"""Find the newest valid checkpoint, the settings that changed since, and the command that resumes a run."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tokencredit.runs.folder import size
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, unused
 from tokencredit.settings.reader import read_yaml
-from tokencredit.settings.run_kind import run_kind_of
+from tokencredit.settings.run_kind import RunKind, run_kind_of
 
 LINES = ("metrics.jsonl", "samples.jsonl")
 """Files of a run that grow with each iteration; a checkpoint records their length."""
@@ -219,3 +220,23 @@ def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[An
         if key not in FREE and any(f"{key}.".startswith(f"{group}.") for group in FIXED):
             raise ConfigError(f"{key} is {now!r}, but this run was begun with {before!r}; it cannot change any more")
     return changed
+
+
+def never_saved(run: Path, save_every: int) -> str:
+    """What to do with a run that cannot be resumed since it saves no checkpoints; empty for others."""
+    if saved(run) or save_every or not (run / "metrics.jsonl").is_file():
+        return ""
+    return "run.save_every is 0; begin a new run with another run.dir"
+
+
+def how_to_resume(run: Path, run_kind: RunKind, config: Mapping[str, Any]) -> str:
+    """How to resume a run: the command, or for one from Python the call, with a caution if there is no checkpoint."""
+    if caution := never_saved(run, config["run"]["save_every"]):
+        return f"no checkpoint is saved, so it cannot be resumed: {caution}"
+    caution = "" if saved(run) else "no checkpoint is saved yet, so resuming begins anew; "
+    if config["python"]:
+        return (
+            f"{caution}resume from Python with the same arguments and run.dir {str(run)!r}: "
+            "train(resume_from_checkpoint=True)"
+        )
+    return f"{caution}resume with: tokencredit {run_kind.command} --resume {shlex.quote(str(run))}"

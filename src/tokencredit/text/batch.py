@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -102,6 +104,13 @@ class Batch:
     def texts(self) -> list[str]:
         """Each prompt's text followed by its completion."""
         return self.prompts.continued(self.completions)
+
+    def text_of_row(self, row: int, processes: Processes) -> str:
+        """The text of a row, counted over all processes, in each of them; collective."""
+        texts = self.texts()
+        ends = list(accumulate(processes.gather(torch.tensor([len(texts)], device=processes.device)).tolist()))
+        owner = bisect(ends, row)
+        return processes.texts(texts[row - (ends[owner] - len(texts))] if owner == processes.rank else "")[owner]
 
     def total_scores(self) -> Tensor:
         """Total reward of each completion, `[batch]`."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from numbers import Real
 from typing import Any, Protocol, TypeVar
 
@@ -391,14 +389,6 @@ def count_step(
     if error is None:
         record.bad_in_a_row = 0
         return
-    text = None if error.row is None else text_of_row(scored, error.row, record.processes)
+    text = None if error.row is None else scored.text_of_row(error.row, record.processes)
     reason = str(error) if text is None else f"{error.term} of the text {text!r} is not finite"
     record.bad_step(number, reason, minibatch.tensors(), diverged=True, text=text)
-
-
-def text_of_row(scored: Batch, row: int, processes: Processes) -> str:
-    """The text of a row, counted over all processes, in each of them; collective."""
-    texts = scored.texts()
-    ends = list(accumulate(processes.gather(torch.tensor([len(texts)], device=processes.device)).tolist()))
-    owner = bisect(ends, row)
-    return processes.texts(texts[row - (ends[owner] - len(texts))] if owner == processes.rank else "")[owner]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.reader import read_yaml
-from tokencredit.settings.run_kind import CONTROL, read_config, run_kind_of
+from tokencredit.settings.run_kind import CONTROL, read_config, read_policy_config, run_kind_of, with_engine
 
 if TYPE_CHECKING:
     from tokencredit.control.trained_agent import TrainedAgent
-    from tokencredit.text.policy import Policy
+    from tokencredit.tools.trained_policy import Policy
 
 
 def load(run: str | Path, which: str = "policy") -> Policy | TrainedAgent:
@@ -29,9 +29,9 @@ def load(run: str | Path, which: str = "policy") -> Policy | TrainedAgent:
     file = Path(run).expanduser() / "config.yaml"
     settings = read_yaml(file) if file.is_file() else None
     if not isinstance(settings, Mapping) or run_kind_of(settings) is not CONTROL:
-        from tokencredit.text import policy
+        from tokencredit.tools.trained_policy import Policy
 
-        return policy.load(run, which)
+        return Policy(file.parent, with_engine(read_policy_config(file.parent)), which)
     if which != "policy":
         raise ConfigError(f"which is {which!r}; the run of an agent has only its 'policy'")
     require_gymnasium()

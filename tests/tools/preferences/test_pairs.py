@@ -55,7 +55,7 @@ def write(tmp_path, name, *arguments, model="builtin:reviews"):
 
 @pytest.mark.slow
 def test_a_file_holds_ranked_pairs_of_what_was_sampled(tmp_path, capsys):
-    from tokencredit.text.policy import Policy
+    from tokencredit.tools.trained_policy import Policy
 
     rows, about = write(tmp_path, "pairs", *FILM, *SMALL, "--groups", "3", "--samples", "4", "--seed", "5")
     assert [set(row) for row in rows] == [

@@ -23,11 +23,11 @@ from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.peft_models import attached, merge
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.pipeline import UnusableBatch
-from tokencredit.text.policy import Policy
 from tokencredit.text.rewards.terms import build_terms
 from tokencredit.tools.inspect.parts import read_parts
 from tokencredit.tools.inspect.question import Text, refuse_overlap, token_ids
 from tokencredit.tools.inspect.readings import ModelPair, compare, rounded
+from tokencredit.tools.trained_policy import Policy
 
 SAMPLES = 8
 """Completions sampled: the first is inspected; all give the means of ablation, and the answer's share elsewhere."""

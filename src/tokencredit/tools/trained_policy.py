@@ -14,7 +14,7 @@ from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.parts import label_of
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.run_kind import read_policy_config, read_source, with_engine
+from tokencredit.settings.run_kind import read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prefixes import FIT_FILE, fitted_values
@@ -194,17 +194,3 @@ class Policy:
             values=None,
             truncated=torch.zeros(1, dtype=torch.bool, device=device),
         )
-
-
-def load(run: str | Path, which: str = "policy") -> Policy:
-    """Load the policy of a language model's run.
-
-    Args:
-        run: the folder of a finished run.
-        which: `policy`, `best`, or `base` for the model that the run started from.
-
-    Raises:
-        ConfigError: the folder holds no run, or the run has no such policy.
-    """
-    folder = Path(run).expanduser()
-    return Policy(folder, with_engine(read_policy_config(folder)), which)

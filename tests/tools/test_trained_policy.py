@@ -13,8 +13,9 @@ from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import UpdateConfig
-from tokencredit.text.policy import Policy, load
 from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.tools.load_run import load
+from tokencredit.tools.trained_policy import Policy
 
 pytestmark = pytest.mark.slow
 
