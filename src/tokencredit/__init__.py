@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tokencredit.settings.model import CriticConfig as CriticConfig
     from tokencredit.settings.model import LoraConfig as LoraConfig
     from tokencredit.settings.model import ModelConfig as ModelConfig
+    from tokencredit.settings.model import ShardingConfig as ShardingConfig
     from tokencredit.settings.model import TunedModelConfig as TunedModelConfig
     from tokencredit.settings.offline import CompletionsConfig as CompletionsConfig
     from tokencredit.settings.offline import DPOConfig as DPOConfig
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
     from tokencredit.settings.training import KLConfig as KLConfig
     from tokencredit.settings.training import OptimConfig as OptimConfig
     from tokencredit.settings.training import RunConfig as RunConfig
-    from tokencredit.settings.training import ShardingConfig as ShardingConfig
     from tokencredit.settings.training import StopConfig as StopConfig
     from tokencredit.settings.training import UpdateConfig as UpdateConfig
     from tokencredit.text.callbacks import Callback as Callback

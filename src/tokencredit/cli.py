@@ -11,11 +11,11 @@ from typing import Literal
 
 from tokencredit import __version__
 from tokencredit.commands import COMMANDS
+from tokencredit.commands.command_line import Parser, checked
 from tokencredit.commands.jobs import BAD_ARGUMENTS, FAILED
 from tokencredit.distributed.signals import INTERRUPTED, UNREAD, end_on_interrupt, leave_closed_output
 from tokencredit.errors import ConfigError, NotInstalled, ProcessLost, RunStopped
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.command_line import Parser, checked
 from tokencredit.settings.foreign_names import misspelt
 
 MEMORY_ADVICE = {

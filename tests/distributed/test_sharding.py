@@ -21,7 +21,7 @@ from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.settings.training import ShardingConfig
+from tokencredit.settings.model import ShardingConfig
 from tokencredit.text.models.sharded_loading import Sharding, named
 
 EXACT = ("ids", "logprobs", "values", "ref_logprobs", "advantages", "loss", "bootstrap", "alone", "gradient", "weights")

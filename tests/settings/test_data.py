@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
+from tokencredit.commands.command_line import config_parser, to_config
 from tokencredit.errors import ConfigError
-from tokencredit.settings.command_line import config_parser, to_config
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.settings.reader import dump_yaml
 from tokencredit.settings.run_kind import read_config

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tokencredit.commands import label, run_reports, train, use_model
-from tokencredit.settings.command_line import Options, Parser, config_parser
+from tokencredit.commands.command_line import Options, Parser, config_parser
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.settings.text import PPOConfig

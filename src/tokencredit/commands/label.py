@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from tokencredit.commands.command_line import SEED, Options, Parser, new_command
 from tokencredit.commands.use_model import which_of
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
-from tokencredit.settings.command_line import SEED, Options, Parser, new_command
 from tokencredit.settings.reader import build
 from tokencredit.settings.run_kind import read_source
 from tokencredit.tools.scoring_options import PairsOptions

@@ -9,10 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import AUDIT, RunFolder
-from tokencredit.runs.untrusted import visible
-from tokencredit.settings.command_line import (
+from tokencredit.commands.command_line import (
     NON_NEGATIVE_INT,
     POSITIVE_FLOAT,
     POSITIVE_INT,
@@ -22,6 +19,9 @@ from tokencredit.settings.command_line import (
     new_command,
     to_config,
 )
+from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import AUDIT, RunFolder
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.fields import at_home, refuse_unused
 from tokencredit.settings.reader import read_yaml

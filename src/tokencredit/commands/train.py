@@ -10,11 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tokencredit.commands.jobs import training
-from tokencredit.distributed.signals import raising_interrupt
-from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import check_new_file
-from tokencredit.settings.command_line import (
+from tokencredit.commands.command_line import (
     NON_NEGATIVE_INT,
     POSITIVE_INT,
     Options,
@@ -23,8 +19,12 @@ from tokencredit.settings.command_line import (
     new_command,
     to_config,
 )
+from tokencredit.commands.jobs import training
+from tokencredit.commands.settings_help import json_schema
+from tokencredit.distributed.signals import raising_interrupt
+from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import check_new_file
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.describe import json_schema
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, configure, refuse_python

@@ -7,10 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from tokencredit.commands.command_line import POSITIVE_FLOAT, POSITIVE_INT, SEED, Options, Parser, checked, new_command
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import check_new_file
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.command_line import POSITIVE_FLOAT, POSITIVE_INT, SEED, Options, Parser, checked, new_command
 from tokencredit.settings.reader import build
 from tokencredit.settings.rollout import EngineName
 from tokencredit.settings.run_kind import read_policy_config, read_source, run_config_file, with_engine

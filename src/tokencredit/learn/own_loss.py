@@ -16,7 +16,7 @@ from tokencredit.errors import RunStopped
 from tokencredit.learn import objective
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.objective import Objective
-from tokencredit.settings.loss_table import LOSSES
+from tokencredit.settings.training import LOSSES
 
 LOSS_INPUTS = ("ratio", "logprobs", "old_logprobs", "advantages", "returns", "mask")
 """Tensors that a loss may name: of the acted tokens, `[tokens]`, or with `mask` of whole rows, `[rows, time]`."""
@@ -87,7 +87,7 @@ def objective_of(
     options: Mapping[str, Any],
     limit: float | None = None,
 ) -> Objective:
-    """The objective of a policy loss: a name of `settings.loss_table.LOSSES`, a function, or a subclass of `Objective`.
+    """The objective of a policy loss: a name of `settings.training.LOSSES`, a function, or a subclass of `Objective`.
 
     `options` are fields of `Objective`, `kwargs` the user's for an own loss, `limit` another `divergence_limit`.
     """

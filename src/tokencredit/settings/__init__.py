@@ -1,1 +1,1 @@
-"""Settings of a run: dataclasses, their checks, and their YAML and command-line parsers."""
+"""Settings of a run: dataclasses, their checks, and their reader of dicts and YAML files."""

@@ -1,4 +1,4 @@
-"""Settings of the policy, its adapter and its critic."""
+"""Settings of the policy, its adapter and its critic, and of the sharding of models over processes."""
 
 from __future__ import annotations
 
@@ -131,3 +131,21 @@ class CriticConfig(CriticTraining):
     detach: bool = setting(False, needs=LEARNS)
     """Stop the gradient of the value loss at the head: a shared trunk is trained by the policy alone, a separate one
     stays frozen."""
+
+
+@dataclass
+class ShardingConfig(Group):
+    """Details of `run.shard`."""
+
+    layers: list[str] | None = setting(None, needs="run.shard: not none")
+    """Names of the modules that are gathered one at a time, with * for a number, such as `model.layers.*`; null for
+    the model's layers."""
+    reshard_after_forward: bool = setting(True, needs="run.shard: not none")
+    """Free gathered weights after a forward pass and gather them again in the backward pass: less memory, more
+    communication."""
+    offload: Literal["none", "frozen"] = setting("none", needs="run.shard: not none")
+    """Models kept in the memory of the CPU between their passes: none, or the frozen ones, such as the reference."""
+    sampling: Literal["gathered", "layers"] = setting("gathered", needs="run.shard: not none")
+    """Weights while sampling: gathered holds the whole policy; layers gathers one layer at a time for each token, which
+    is slower and takes the least memory. With `rollout.engine: vllm`, which has a copy, layers gathers them only for
+    the full pass after sampling, and one tensor at a time for a sync."""

@@ -13,13 +13,13 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.settings.data import PACKAGED, FunctionTerm
 from tokencredit.settings.fields import refuse_unused, settings_of
-from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, ModelConfig, ShardingConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.settings.parts import PYTHON, is_own
 from tokencredit.settings.reader import build, read_settings, read_yaml
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, RolloutConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AdvantageConfig, ShardingConfig
+from tokencredit.settings.training import AdvantageConfig
 
 Config = TypeVar("Config", bound=PPOConfig | ControlConfig | OfflineSettings)
 PARTS = ("advantage.estimator", "ppo.loss", "critic.kind")

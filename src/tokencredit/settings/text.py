@@ -20,7 +20,7 @@ from tokencredit.settings.data import (
     ScoreConfig,
 )
 from tokencredit.settings.fields import check, refuse, refuse_unused, setting
-from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, ModelConfig, ShardingConfig
 from tokencredit.settings.reader import Configuration
 from tokencredit.settings.rollout import OffPolicyConfig, RolloutConfig, check_server, differs_from_training
 from tokencredit.settings.training import (
@@ -32,7 +32,6 @@ from tokencredit.settings.training import (
     KLConfig,
     OptimConfig,
     RunConfig,
-    ShardingConfig,
     StopConfig,
     UpdateConfig,
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from tokencredit.core.estimator_table import ESTIMATORS, SETTINGS, Estimator, EstimatorName
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import SEVERAL
 from tokencredit.settings.fields import Group, at_home, setting
-from tokencredit.settings.loss_table import LossName, of_loss
 from tokencredit.settings.model import CriticTraining
 from tokencredit.settings.parts import OWN, Part, is_own, plain
 
@@ -153,6 +153,38 @@ class PPOSettings(Group):
         }
 
 
+class PolicyLoss(NamedTuple):
+    """A policy loss of ours."""
+
+    settings: tuple[str, ...]
+    """Settings under `ppo` that it reads."""
+    objective: str
+    """Name of its class in `learn.objective`."""
+    options: Mapping[str, Any] = {}
+    """Fields of the class."""
+
+
+LOSSES = {
+    "clip": PolicyLoss(("clip", "clip_high", "dual_clip"), "Objective"),
+    "gspo": PolicyLoss(("clip", "clip_high"), "SequenceObjective"),
+    "cispo": PolicyLoss(("clip", "clip_high"), "WeightedObjective", {"outside": "clip"}),
+    "sao": PolicyLoss(("clip", "clip_high"), "WeightedObjective", {"outside": "mask"}),
+    "dppo_tv": PolicyLoss(("divergence_limit",), "WeightedObjective", {"divergence": "tv", "divergence_limit": 0.15}),
+    "dppo_kl": PolicyLoss(("divergence_limit",), "WeightedObjective", {"divergence": "kl", "divergence_limit": 0.05}),
+}
+"""Policy losses by name. The limits of a divergence are those of verl's example of DPPO."""
+if TYPE_CHECKING:
+    LossName: TypeAlias = str
+else:
+    LossName = Literal[tuple(LOSSES)]
+
+
+def of_loss(key: str) -> str:
+    """The condition that the loss reads this key."""
+    own = [OWN] * (key != "divergence_limit")
+    return f"loss: {', '.join([*(name for name, loss in LOSSES.items() if key in loss.settings), *own])}"
+
+
 @dataclass
 class UpdateConfig(PPOSettings):
     """The PPO update."""
@@ -231,24 +263,6 @@ class OptimConfig(Group):
         """Arguments of `learn.optim.schedule` for a run of this many iterations."""
         total = max(iterations, self.warmup + 1)
         return {"name": self.schedule, "warmup": self.warmup, "total": total, "final_scale": self.final_scale}
-
-
-@dataclass
-class ShardingConfig(Group):
-    """Details of `run.shard`."""
-
-    layers: list[str] | None = setting(None, needs="run.shard: not none")
-    """Names of the modules that are gathered one at a time, with * for a number, such as `model.layers.*`; null for
-    the model's layers."""
-    reshard_after_forward: bool = setting(True, needs="run.shard: not none")
-    """Free gathered weights after a forward pass and gather them again in the backward pass: less memory, more
-    communication."""
-    offload: Literal["none", "frozen"] = setting("none", needs="run.shard: not none")
-    """Models kept in the memory of the CPU between their passes: none, or the frozen ones, such as the reference."""
-    sampling: Literal["gathered", "layers"] = setting("gathered", needs="run.shard: not none")
-    """Weights while sampling: gathered holds the whole policy; layers gathers one layer at a time for each token, which
-    is slower and takes the least memory. With `rollout.engine: vllm`, which has a copy, layers gathers them only for
-    the full pass after sampling, and one tensor at a time for a sync."""
 
 
 @dataclass

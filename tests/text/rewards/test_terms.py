@@ -15,8 +15,8 @@ import torch
 import yaml
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
+from tokencredit.commands.command_line import config_parser, to_config
 from tokencredit.errors import ConfigError
-from tokencredit.settings.command_line import config_parser, to_config
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardTerm
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.rewards.ready_made import count, length

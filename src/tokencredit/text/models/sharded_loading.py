@@ -18,9 +18,8 @@ from transformers import AutoConfig, PreTrainedModel
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import allow_within, is_sharded, join_tied, shard
 from tokencredit.errors import ConfigError
-from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.model import ModelConfig, ShardingConfig
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import ShardingConfig
 from tokencredit.text.models.architecture import layer_lists, trunk_of
 
 GATHERED_ALONE = "free_full_weight"

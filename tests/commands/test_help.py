@@ -9,7 +9,7 @@ import pytest
 
 from helpers.commands import refused
 from tokencredit.cli import main
-from tokencredit.settings.command_line import FIRST_KEYS
+from tokencredit.commands.command_line import FIRST_KEYS
 from tokencredit.settings.fields import flat
 from tokencredit.settings.run_kind import RUN_KINDS
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_ori
 
 import yaml
 
+from tokencredit.commands.settings_help import commented_yaml, first_sentences, help_of, rows_of, table
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import RewardTerm
-from tokencredit.settings.describe import commented_yaml, first_sentences, help_of, rows_of, table
 from tokencredit.settings.fields import at_home, check_value, no_group, options_of, settings_of, unknown_key, wanted_of
 from tokencredit.settings.foreign_names import misspelt
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig

@@ -3,8 +3,8 @@
 import pytest
 
 from helpers.commands import refused
+from tokencredit.commands.command_line import config_parser, to_config
 from tokencredit.runs.folder import RunFolder
-from tokencredit.settings.command_line import config_parser, to_config
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
 
