@@ -8,7 +8,7 @@ import torch
 from helpers.configs import quiet, text_config
 from helpers.files import read_jsonl, read_metrics
 from helpers.rewards import vowels
-from tokencredit.core.kl_limit import attainable
+from tokencredit.core.rewards import attainable
 from tokencredit.errors import ConfigError
 from tokencredit.report.page import story
 from tokencredit.report.reading import read_run

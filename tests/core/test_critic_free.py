@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencredit.core.critic_free import group_relative, leave_one_out, reward_to_go, total_return, uniform
+from tokencredit.core.advantages import group_relative, leave_one_out, reward_to_go, total_return, uniform
 
 T, F = True, False
 # Scores 1, 3, 2 and 6: the rewards of each row added up, wherever they stand.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.proofs import proofs
-from tokencredit.core.kl_limit import FEW, GROUP, attainable
+from tokencredit.core.rewards import FEW, GROUP, attainable
 
 
 def test_a_worked_optimum():

@@ -5,8 +5,7 @@ import torch
 
 from helpers.episodes import episode, grid
 from tokencredit.core.advantages import gae
-from tokencredit.core.estimators import estimate
-from tokencredit.core.turns import Turns, estimate_by_turn
+from tokencredit.core.estimators import Turns, estimate, estimate_by_turn
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 
 SAMPLE = {"rewards": [0.0, 0.0, 1.0], "values": [0.5, 0.25, 0.5]}

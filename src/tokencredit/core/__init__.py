@@ -14,18 +14,15 @@ from tokencredit.core.estimator_table import ESTIMATORS
 if TYPE_CHECKING:
     from tokencredit.core.advantages import *
     from tokencredit.core.argument_checks import *
-    from tokencredit.core.critic_free import *
     from tokencredit.core.episodes import *
     from tokencredit.core.estimator_table import *
     from tokencredit.core.estimators import *
-    from tokencredit.core.kl_limit import *
     from tokencredit.core.logprobs import *
     from tokencredit.core.losses import *
     from tokencredit.core.masked import *
     from tokencredit.core.off_policy import *
     from tokencredit.core.prefix_baseline import *
     from tokencredit.core.rewards import *
-    from tokencredit.core.turns import *
     from tokencredit.core.vocab_projection import *
 
 _NAMES = {
@@ -33,8 +30,7 @@ _NAMES = {
     "require_fraction require_not_negative require_positive require_rows require_shape require_tensors",
     "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
     "estimator_table": "ESTIMATORS Estimator named parameters_of",
-    "estimators": "estimate",
-    "kl_limit": "Attainable attainable",
+    "estimators": "Turns estimate estimate_by_turn",
     "logprobs": "token_kl token_logprobs token_loss token_stats truncated_logprobs",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
     "reduction_count smoothed_histogram token_weights total_loss value_loss weighted_sum",
@@ -43,13 +39,13 @@ _NAMES = {
     "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "
     "sequence_surrogate weighted_policy_gradient",
     "prefix_baseline": "fit_prefixes prefix_moments",
-    "rewards": "KL_ESTIMATORS KL_ROUNDING exact_kl k1 k2 k3 kl_estimate kl_of_next overlong_penalty token_rewards",
-    "turns": "Turns estimate_by_turn",
+    "rewards": "Attainable KL_ESTIMATORS KL_ROUNDING attainable exact_kl k1 k2 k3 kl_estimate kl_of_next "
+    "overlong_penalty token_rewards",
     "vocab_projection": "Linear TokenLoss TokenStats",
 }
 """Public names by module."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULES |= {name: spec.module for name, spec in ESTIMATORS.items()}
+_MODULES |= dict.fromkeys(ESTIMATORS, "advantages")
 
 __all__ = sorted(_MODULES)
 

@@ -33,8 +33,6 @@ class Estimator(NamedTuple):
     """Subtracts the running mean of earlier scores; needs `baseline` and one score per row."""
     inputs: tuple[str, ...] = ()
     """Further tensors that it reads, of `INPUTS`."""
-    module: str = "advantages"
-    """Module of `core` with its function."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Estimator:
@@ -70,13 +68,13 @@ ESTIMATORS: dict[str, Estimator] = {
     "n_step": Estimator("required", ("gamma", "n")),
     "decoupled_gae": Estimator("required", ("gamma", "lam", "lam_returns")),
     "length_adaptive_gae": Estimator("required", ("gamma", "lam_returns", "alpha")),
-    "total_return": Estimator("baseline", ("gamma",), module="critic_free"),
-    "reward_to_go": Estimator("baseline", ("gamma",), module="critic_free"),
-    "uniform": Estimator("unused", baseline=True, module="critic_free"),
-    "group_relative": Estimator("unused", ("scale",), group=True, module="critic_free"),
-    "leave_one_out": Estimator("unused", group=True, module="critic_free"),
+    "total_return": Estimator("baseline", ("gamma",)),
+    "reward_to_go": Estimator("baseline", ("gamma",)),
+    "uniform": Estimator("unused", baseline=True),
+    "group_relative": Estimator("unused", ("scale",), group=True),
+    "leave_one_out": Estimator("unused", group=True),
 }
-"""Estimators by name; the function of that name is in `core.MODULE`."""
+"""Estimators by name; the function of that name is in `core.advantages`."""
 
 if TYPE_CHECKING:
     EstimatorName: TypeAlias = str

@@ -10,8 +10,7 @@ import torch
 from tokencredit.audit.estimates import LAMBDAS, label
 from tokencredit.core.episodes import EpisodeBounds
 from tokencredit.core.estimator_table import ESTIMATORS
-from tokencredit.core.estimators import estimate
-from tokencredit.core.turns import Turns, estimate_by_turn
+from tokencredit.core.estimators import Turns, estimate, estimate_by_turn
 from tokencredit.runs.transcript import acted, speeches
 
 ALTERNATIVES = {

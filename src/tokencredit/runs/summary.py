@@ -94,7 +94,7 @@ def attained(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def of_attainable(share: float, *, few: bool, pooled: bool) -> str:
-    """A share of the attainable in words; `few` and `pooled` as in `core.kl_limit.Attainable`."""
+    """A share of the attainable in words; `few` and `pooled` as in `core.rewards.Attainable`."""
     share = min(share, 1.0) if few else share
     bound = "about " if few and pooled else "at most " if few else "at least " if pooled else ""
     reasons = ["too few samples of the reference have such rewards, so that its limit is a lower bound"] * few

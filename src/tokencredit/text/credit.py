@@ -13,11 +13,10 @@ from torch import Tensor
 
 from tokencredit.core.episodes import EpisodeBounds
 from tokencredit.core.estimator_table import INPUTS, named
-from tokencredit.core.estimators import estimate
+from tokencredit.core.estimators import Turns, estimate, estimate_by_turn
 from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten, whiten_with_divisor
 from tokencredit.core.off_policy import correction
 from tokencredit.core.rewards import kl_of_next, overlong_penalty, token_rewards
-from tokencredit.core.turns import Turns, estimate_by_turn
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience

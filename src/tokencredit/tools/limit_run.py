@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tokencredit.core.kl_limit import Attainable, attainable
+from tokencredit.core.rewards import Attainable, attainable
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import preserved
 from tokencredit.report.reading import NoIteration, read_run

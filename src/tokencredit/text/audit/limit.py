@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tokencredit.core.kl_limit import attainable
+from tokencredit.core.rewards import attainable
 from tokencredit.distributed.processes import Processes
 from tokencredit.runs.summary import History
 from tokencredit.settings.text import PPOConfig
