@@ -307,10 +307,13 @@ def test_lambda_follows_the_batches_that_the_run_learns_from(tokenizer):
 
 
 def test_lambda_stays_what_it_is_unless_it_is_auto(tokenizer):
-    credit = credit_of(advantage=AdvantageConfig(lam=0.9), critic=PREFIXES, **UNSCALED)
-    credit.give(with_prefixes(tokenizer, [1.0, 0.0], [[0.5, 1.0], [0.5, 0.0]], [[1.0, 1.0], [0.0, 0.0]]))
-    assert credit.lam == 0.9
-    assert "lam" not in credit.metrics()
+    scored = with_prefixes(tokenizer, [1.0, 0.0] * 8, [[0.5, 1.0], [0.5, 0.0]] * 8, [[1.0, 1.0], [0.0, 0.0]] * 8)
+    for advantage in (AdvantageConfig(lam=0.9), AdvantageConfig(estimator="td")):  # td reads none
+        credit = credit_of(advantage=advantage, critic=PREFIXES, **UNSCALED)
+        batch, _ = credit.give(scored)
+        assert credit.lam == (0.9 if advantage.estimator == "gae" else 0.95)
+        assert torch.equal(batch.rollout.values, batch.fitted + scored.rollout.values), "the critic's whole output"
+        assert credit.metrics() == {"kl_coef": 0.0}
 
 
 small = partial(text_config, iterations=2)

@@ -55,6 +55,7 @@ class Credit:
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
         self.choice = CreditChoice()
+        self.chooses = args.advantage.lam == "auto" and "lam" in args.advantage.reads().settings
         self.prefixes = PrefixFit(args.rollout.max_new_tokens)
         self.own = args.critic.kind if isinstance(args.critic.kind, OwnCritic) else None
         self.state_checked = False
@@ -138,7 +139,7 @@ class Credit:
     def _with_share(self, scored: Batch, rewards: Tensor, *, update: bool) -> Batch:
         """By `advantage.lam: auto`, the share of the critic that agrees best; with `update` this batch counts."""
         rollout, fitted = scored.rollout, scored.fitted
-        if fitted is None or rollout.values is None or self.args.advantage.lam != "auto":
+        if fitted is None or rollout.values is None or not self.chooses:
             return scored
         if update:
             found = by_shares(rewards, fitted, rollout.values, self.args.advantage.gamma, self._where(scored))
@@ -159,7 +160,7 @@ class Credit:
     def metrics(self) -> dict[str, float]:
         """The current KL coefficient and, if they follow the data, λ and the critic's share."""
         chosen = dict(zip(("critic_share", "lam"), self.choice.best, strict=True))
-        return {"kl_coef": self.kl.coef} | (chosen if self.args.advantage.lam == "auto" else {})
+        return {"kl_coef": self.kl.coef} | (chosen if self.chooses else {})
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""
