@@ -214,9 +214,22 @@ def short(rewards, values):
     return rewards[:, 1:], rewards
 
 
+def of_numpy(rewards, values, scale_of_lam=1.0):
+    return rewards.numpy(), rewards.numpy()
+
+
+def of_integers(rewards):
+    return rewards.long(), rewards
+
+
 @pytest.mark.parametrize(
     ("estimator", "message"),
-    [(failing, r"failing .*raised KeyError: 'x' at .*test_own_estimators.py:\d+"), (short, r"must return advantages")],
+    [
+        (failing, r"failing .*raised KeyError: 'x' at .*test_own_estimators.py:\d+"),
+        (short, r"short returned torch.float32 \[8, \d+\] and torch.float32 .*; it must return advantages"),
+        (partial(of_numpy, scale_of_lam=2.0), "the estimator of_numpy returned ndarray and ndarray; it must return adv"),
+        (of_integers, r"of_integers returned torch.int64 .*floating-point tensors of shape"),
+    ],
 )
 def test_what_fails_in_the_run_is_named(estimator, message, tmp_path):
     trainer = PPOTrainer(args=text_config(tmp_path / "run", advantage=AdvantageConfig(estimator=estimator)))

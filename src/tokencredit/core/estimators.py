@@ -9,6 +9,7 @@ then count turns (Zhou et al. 2024, "ArCHer", arXiv 2402.19446, section 3; Li et
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -166,11 +167,12 @@ def estimate_by_turn(
 def _checked(result: Any, rewards: Tensor, mask: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     """The results of an own function: without gradients, in float32 at least, 0 outside the mask."""
     parts = result if isinstance(result, tuple | list) else [result]
-    if [getattr(x, "shape", None) for x in parts] != [rewards.shape] * 2:
-        found = [f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts]
+    tensors = [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
+    if len(parts) != 2 or [x.shape for x in tensors] != [rewards.shape] * 2:
+        found = [f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts]
         raise RunStopped(
             f"the estimator {name} returned {' and '.join(found):.80}; it must return advantages and returns, "
-            f"tensors of shape {tuple(rewards.shape)}, [batch, time], each"
+            f"floating-point tensors of shape {list(rewards.shape)}, [batch, time], each"
         )
     acted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
     advantages, returns = (at_least_float32(x.detach()).masked_fill(~acted, 0.0) for x in result)
@@ -180,4 +182,8 @@ def _checked(result: Any, rewards: Tensor, mask: Tensor | None, name: str) -> tu
 
 
 def _name(estimator: str | EstimatorFunction) -> str:
-    return estimator if isinstance(estimator, str) else getattr(estimator, "__name__", type(estimator).__name__)
+    if isinstance(estimator, str):
+        return estimator
+    function = inspect.unwrap(estimator)
+    function = getattr(function, "func", function)  # of a partial
+    return getattr(function, "__name__", type(function).__name__)
