@@ -119,7 +119,11 @@ class Short(NoFit):
         ({"kind": NoFit()}, {}, "NoFit.* has no method fit, state_dict, load_state_dict"),
         ({"kind": "none.py:C"}, {}, "there is no critic file"),
         ({"kind": Short, "kwargs": {"a": 1}}, {}, "kwargs has 'a'"),
-        ({"kind": Short, "lr": 0.1}, {}, "critic.lr is 0.1, which has no effect with critic.kind: none, own"),
+        (
+            {"kind": Short, "lr": 0.1},
+            {},
+            "critic.lr is 0.1, which has no effect with critic.kind: none, one of your own",
+        ),
         ({"kind": Short}, {"advantage": AdvantageConfig(bootstrap=True)}, "advantage.bootstrap is True, which has no"),
     ],
 )
@@ -156,7 +160,9 @@ def test_a_critic_that_a_resumed_run_would_begin_anew_stops_the_run(broken, buil
 
 
 def test_agents_take_no_critic_of_a_user():
-    message = "critic.kind is 'mine.py:PerPosition'; it must be one of shared, separate, none"
+    message = (
+        "critic.kind is 'mine.py:PerPosition'; it must be one of shared, separate, none; agents take none of your own"
+    )
     with pytest.raises(ConfigError, match=message):
         ControlConfig.from_dict({"critic.kind": "mine.py:PerPosition"})
 

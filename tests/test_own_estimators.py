@@ -100,6 +100,7 @@ def test_a_function_from_python_is_written_down_by_its_name_and_cannot_be_repeat
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     text = written["advantage"]["estimator"]
     assert re.fullmatch(r"python:unsure\(scale_of_lam=2.0\) \(test_own_estimators.py, [0-9a-f]{8}\)", text)
+    assert "advantage.estimator runs unsure(scale_of_lam=2.0) (" in (tmp_path / "run" / "events.jsonl").read_text()
     assert written["python"] == {"advantage.estimator": text.removeprefix("python:")}
     with pytest.raises(ConfigError, match=r"advantage.estimator"):
         PPOTrainer(args=build(PPOConfig, read_settings(PPOConfig, tmp_path / "run" / "config.yaml")))
@@ -191,7 +192,7 @@ def test_what_cannot_work_is_refused_before_training(groups, message, tmp_path):
     [
         ({"estimator": of_groups}, "none", "it compares the completions of one prompt"),
         ({"estimator": unsure}, "none", "which needs a critic; set critic.kind"),
-        ({"estimator": of_groups, "lam": 0.5}, "none", "advantage.lam is 0.5, which advantage.estimator python:of_gro"),
+        ({"estimator": of_groups, "lam": 0.5}, "none", "advantage.lam is 0.5, which advantage.estimator of_groups"),
         ({"estimator": 3}, "shared", r"it must be one of gae, .* or your own, path/file.py:name"),
     ],
 )
@@ -227,7 +228,10 @@ def of_integers(rewards):
     [
         (failing, r"failing .*raised KeyError: 'x' at .*test_own_estimators.py:\d+"),
         (short, r"short returned torch.float32 \[8, \d+\] and torch.float32 .*; it must return advantages"),
-        (partial(of_numpy, scale_of_lam=2.0), "the estimator of_numpy returned ndarray and ndarray; it must return adv"),
+        (
+            partial(of_numpy, scale_of_lam=2.0),
+            "the estimator of_numpy returned ndarray and ndarray; it must return adv",
+        ),
         (of_integers, r"of_integers returned torch.int64 .*floating-point tensors of shape"),
     ],
 )

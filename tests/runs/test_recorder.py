@@ -303,6 +303,9 @@ def test_numbers_of_the_model_that_are_not_finite_advise_a_lower_rate(tmp_path):
     skip()
     with pytest.raises(TooManyBadSteps, match=r"in 3 steps in a row; lower optim\.lr, which is 0\.0001; see "):
         skip()
+    made.config["ppo"]["loss"] = "mine.py:bent"
+    with pytest.raises(TooManyBadSteps, match=r"; look for NaN in ppo\.loss bent \(mine\.py\), or lower optim\.lr"):
+        skip()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "text",
         {"critic.prefix_every": 2, "critic.kind": "none", "advantage.estimator": "uniform"},
         "critic.prefix_every",
-        "without advantage.estimator: own and with critic.kind: none",
+        "without advantage.estimator: one of your own and with critic.kind: none",
     ),
     *[
         (run_kind, {f"audit.{key}": value}, f"audit.{key}", "without audit.every")
@@ -108,11 +108,11 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("n", 3, "n_step"),
         ]
     ],
-    ("text", {"advantage.kwargs": {"tau": 1.0}}, "advantage.kwargs", "without advantage.estimator: own"),
-    ("control", {"advantage.kwargs": {"tau": 1.0}}, "advantage.kwargs", "without advantage.estimator: own"),
-    ("text", {"ppo.kwargs": {"width": 1.0}}, "ppo.kwargs", "without ppo.loss: own"),
-    ("control", {"ppo.kwargs": {"width": 1.0}}, "ppo.kwargs", "without ppo.loss: own"),
-    ("text", {"critic.kwargs": {"width": 1.0}}, "critic.kwargs", "without critic.kind: own"),
+    ("text", {"advantage.kwargs": {"tau": 1.0}}, "advantage.kwargs", "without advantage.estimator: one of your own"),
+    ("control", {"advantage.kwargs": {"tau": 1.0}}, "advantage.kwargs", "without advantage.estimator: one of your own"),
+    ("text", {"ppo.kwargs": {"width": 1.0}}, "ppo.kwargs", "without ppo.loss: one of your own"),
+    ("control", {"ppo.kwargs": {"width": 1.0}}, "ppo.kwargs", "without ppo.loss: one of your own"),
+    ("text", {"critic.kwargs": {"width": 1.0}}, "critic.kwargs", "without critic.kind: one of your own"),
     ("text", {"advantage.scale": False}, "advantage.scale", "without advantage.estimator: group_relative"),
     (
         "text",

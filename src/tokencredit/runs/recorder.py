@@ -32,7 +32,7 @@ from tokencredit.runs.folder import CHOICES, JOB, PARTS, SHOWN, RunFolder, apply
 from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
 from tokencredit.runs.summary import History, Summary, summarise
 from tokencredit.runs.trackers import Trackers
-from tokencredit.settings.parts import plain
+from tokencredit.settings.parts import is_own, label_of, plain
 from tokencredit.settings.reader import dump_yaml
 from tokencredit.settings.run_kind import RunKind, foreign_code
 from tokencredit.settings.training import RunSettings
@@ -327,7 +327,9 @@ class RunRecord:
         place = f"iteration {number}" if number else "pretraining"
         self.event(f"{place}: {reason}; the step was skipped, its batch is in {folder}")
         if self.bad_in_a_row >= MAX_BAD_STEPS:
-            cure = f"; lower optim.lr, which is {self.config['optim']['lr']:g}" if diverged else ""
+            loss = self.config.get("ppo", {}).get("loss")
+            first = f"look for NaN in ppo.loss {label_of(loss)}, or " if is_own(loss) else ""
+            cure = f"; {first}lower optim.lr, which is {self.config['optim']['lr']:g}" if diverged else ""
             raise TooManyBadSteps(f"{reason}, in {self.bad_in_a_row} steps in a row{cure}; see {folder}")
 
     def _keep_batch(self, number: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:

@@ -161,6 +161,8 @@ def wrong_value(key: str, value: Any, hint: Any) -> str:
     if isinstance(value, str) and value and list[str] in options:
         wanted += f", such as {json.dumps([value], ensure_ascii=False)}"
     advice = f"; did you mean {near[0]}?" if near else _advice(value)
+    if is_own(value) and key in ("critic.kind", "AgentCriticConfig.kind"):  # of texts one would be accepted
+        advice = "; agents take none of your own"
     return f"{key} is {quoted(value)}; it must be {wanted}{advice}"
 
 
@@ -310,7 +312,8 @@ class Condition(NamedTuple):
         return (named in self.values if self.values else bool(value)) is not self.negated
 
     def __str__(self) -> str:
-        return f"{self.key}: {', '.join(self.values)}" if self.values else self.key
+        values = ["one of your own" if value == OWN else value for value in self.values]
+        return f"{self.key}: {', '.join(values)}" if values else self.key
 
 
 def _why(conditions: list[Condition]) -> str:

@@ -40,9 +40,11 @@ def plain(value: Any, *, named: bool = True) -> Any:
 
 
 def label_of(part: Any) -> str:
-    """The name of a user's part in tables and messages, from the part or from its text in config.yaml."""
+    """The name of a part in tables and messages, from the part or its text in config.yaml; one of ours as it is."""
     if not isinstance(part, str):
         return name_of(part)
+    if not is_own(part):
+        return part
     location, _, name = part.rpartition(":")
     return part.removeprefix(PYTHON) if part.startswith(PYTHON) else f"{name} ({Path(location).name})"
 

@@ -15,7 +15,7 @@ from tokencredit.settings.data import PACKAGED, FunctionTerm
 from tokencredit.settings.fields import refuse_unused, settings_of
 from tokencredit.settings.model import CriticConfig, ModelConfig, ShardingConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
-from tokencredit.settings.parts import PYTHON, is_own
+from tokencredit.settings.parts import PYTHON, is_own, name_of
 from tokencredit.settings.reader import build, read_settings, read_yaml
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, RolloutConfig
 from tokencredit.settings.text import PPOConfig
@@ -160,7 +160,8 @@ def foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> list[st
     if isinstance(config, OfflineSettings):
         name = config.model.name
         return [f"model.trust_remote_code runs the code, if there is any, in {name}"] * config.model.trust_remote_code
-    lines = [f"{key} runs {part}" for key, part in own_parts(config).items() if isinstance(part, str)]
+    own = {key: part if isinstance(part, str) else name_of(part) for key, part in own_parts(config).items()}
+    lines = [f"{key} runs {name.removeprefix(PYTHON)}" for key, name in own.items()]
     if isinstance(config, ControlConfig):
         module, colon, _ = config.env.id.rpartition(":")
         return lines + [f"env.id imports the module {module}"] * bool(colon)

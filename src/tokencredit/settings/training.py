@@ -11,7 +11,7 @@ from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import SEVERAL
 from tokencredit.settings.fields import Group, at_home, setting
 from tokencredit.settings.model import CriticTraining
-from tokencredit.settings.parts import OWN, Part, is_own, plain
+from tokencredit.settings.parts import OWN, Part, is_own, label_of
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 
@@ -70,11 +70,11 @@ class AdvantageSettings(Group):
         if critic.kind != "none" and needs.critic == "unused" and not own:
             reason = "which uses no critic; set critic.kind: none"
         if reason:
-            name = plain(self.estimator)
-            raise ConfigError(f"critic.kind is {plain(critic.kind)}, and advantage.estimator is {name}, {reason}")
+            name = label_of(self.estimator)
+            raise ConfigError(f"critic.kind is {label_of(critic.kind)}, and advantage.estimator is {name}, {reason}")
         for key, value in self.options().items() if own else ():
             if key not in needs.settings and value != getattr(type(self)(), key):
-                name = plain(self.estimator)
+                name = label_of(self.estimator)
                 reason = f"which advantage.estimator {name} does not read; let it take {key}, or leave it out"
                 raise ConfigError(f"advantage.{key} is {quoted(value)}, {reason}")
 

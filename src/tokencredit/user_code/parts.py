@@ -46,7 +46,7 @@ def load_part(value: Any, key: str) -> Any:
         name = value.removeprefix(PYTHON)
         group, _, field = key.rpartition(".")
         raise ConfigError(
-            f"{key} is {value}, which was given from Python, and a file cannot hold it: give it again, as in "
+            f"{key} is {name}, which was given from Python, and a file cannot hold it: give it again, as in "
             f"config.{group}.{field} = {name}, or name its file, {key}: path/file.py:{re.split(r'[ (]', name)[0]}"
         )
     try:
