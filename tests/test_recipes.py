@@ -30,6 +30,7 @@ def test_agents_are_evaluated_during_training(file):
 @pytest.mark.parametrize("file", SWEEPS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_a_dry_run_of_a_recipe_lists_its_runs(file, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # away from runs that somebody has begun
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # whose rewards are read
     assert main(["sweep", str(file), "--dry_run"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     begin = shown.count("to begin   ")

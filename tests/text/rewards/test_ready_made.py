@@ -69,7 +69,7 @@ def test_lexicon_sentiment_by_hand():
 
 def test_lexicon_sentiment_without_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    with pytest.raises(ConfigError, match=r"pip install tokencredit\[lexicon\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'tokencredit\[lexicon\]'"):
         lexicon_sentiment()
 
 
@@ -144,5 +144,5 @@ def test_similarity_without_its_model_or_library(monkeypatch, tmp_path):
         with pytest.raises(ConfigError, match="cannot load a sentence embedding model from"):
             similarity(str(tmp_path / "nowhere"))
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install tokencredit\[similarity\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'tokencredit\[similarity\]'"):
         similarity()

@@ -43,19 +43,16 @@ class CreditChoice:
 
     It sees the part of credit that goes with the token itself, not with its context. V has the critic's whole output,
     so an error of V in the states where a token is drawn counts for the critic, not against it.
+
+    Attributes:
+        best: the share and λ so far.
     """
 
     def __init__(self) -> None:
         """Start without data."""
         self.effects = torch.zeros(2, BUCKETS, dtype=torch.float64, device="cpu")  # Σ (G − V) and number, by token
         self.sums = torch.zeros(2, len(CHOICES), dtype=torch.float64, device="cpu")  # C and D
-
-    @property
-    def best(self) -> tuple[float, float]:
-        """The share and λ so far."""
-        agreement, size = self.sums
-        best = int(torch.where(size > 0, agreement / size.sqrt(), 0.0).argmax())
-        return CHOICES[best] if agreement[best] > 0 else WITHOUT_DATA
+        self.best = WITHOUT_DATA
 
     def update(
         self, advantages: Callable[[float], Tensor], ids: Tensor, mask: Tensor, first: int, reduce: Reduce
@@ -96,6 +93,12 @@ class CreditChoice:
         mean_effect = over_processes(effect.sum())[0] / number.clamp(min=1.0)
         found = products - sums * mean_effect, squares - sums.square() / number.clamp(min=1.0)
         self.sums = FORGET_AGREEMENT * self.sums + torch.stack([x.T.flatten() for x in found])
+        self.best = self._best()
+
+    def _best(self) -> tuple[float, float]:
+        agreement, size = self.sums
+        best = int(torch.where(size > 0, agreement / size.sqrt(), 0.0).argmax())
+        return CHOICES[best] if agreement[best] > 0 else WITHOUT_DATA
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
@@ -107,6 +110,7 @@ class CreditChoice:
         self.effects.zero_()
         self.effects[:, state["tokens"]] = torch.tensor(state["effects"], dtype=torch.float64, device="cpu")
         self.sums = torch.tensor(state["sums"], dtype=torch.float64, device="cpu")
+        self.best = self._best()
 
 
 def with_share(fitted: Tensor, values: Tensor, share: float) -> Tensor:
