@@ -118,7 +118,7 @@ class Short(NoFit):
     [
         ({"kind": NoFit()}, {}, "NoFit.* has no method fit, state_dict, load_state_dict"),
         ({"kind": "none.py:C"}, {}, "there is no critic file"),
-        ({"kind": Short, "kwargs": {"a": 1}}, {}, "kwargs has 'a'"),
+        ({"kind": Short, "kwargs": {"a": 1}}, {}, "critic.kwargs has 'a'"),
         (
             {"kind": Short, "lr": 0.1},
             {},
@@ -155,7 +155,9 @@ class Mean:
 def test_a_critic_that_a_resumed_run_would_begin_anew_stops_the_run(broken, built, tmp_path):
     critic = CriticConfig(kind=Mean(**{broken: False}) if built else Mean, kwargs={} if built else {broken: False})
     trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=critic))
-    with pytest.raises(RunStopped, match=r"critic.kind Mean.*: a new one that loads its state has other values, so"):
+    shown = r"Mean\(saves=true, loads=false\)" if built else rf"Mean\({broken}=false\)"
+    message = rf"critic.kind {shown} \(test_own_critics.py\): a new one that loads its state has other values, so"
+    with pytest.raises(RunStopped, match=message):
         trainer.train()
 
 

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from helpers.configs import control_config, text_config
 from helpers.files import read_metrics, without_times
 from tokencredit import ControlConfig, PPOConfig
+from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.report.page import credit, render
@@ -92,7 +93,7 @@ def test_config_yaml_names_the_file_and_the_code_is_listed(runs):
         read_config(runs / "file" / "config.yaml", PPOConfig, no_code=True)
 
 
-def test_a_function_from_python_is_written_down_by_its_name_and_cannot_be_repeated_from_the_file(tmp_path):
+def test_a_function_from_python_is_written_down_by_its_name_and_is_not_taken_from_there(tmp_path, capsys):
     estimator = partial(unsure, scale_of_lam=2.0)
     args = text_config(tmp_path / "run", advantage=AdvantageConfig(estimator=estimator))
     trainer = PPOTrainer(args=args)
@@ -104,6 +105,9 @@ def test_a_function_from_python_is_written_down_by_its_name_and_cannot_be_repeat
     assert written["python"] == {"advantage.estimator": text.removeprefix("python:")}
     with pytest.raises(ConfigError, match=r"advantage.estimator"):
         PPOTrainer(args=build(PPOConfig, read_settings(PPOConfig, tmp_path / "run" / "config.yaml")))
+    assert main(["train", "--config", str(tmp_path / "run" / "config.yaml")]) == 2
+    flags = f"""--advantage.estimator {__file__}:unsure --advantage.kwargs '{{"scale_of_lam": 2.0}}'"""
+    assert f"or name the file, which is then run: {flags}" in capsys.readouterr().err
     # λ by entropy: computed by hand from what the update reads.
     batch, _ = trainer.credit.give(trainer.collect())
     entropy = batch.rollout.entropy
@@ -171,10 +175,11 @@ def of_reference(rewards, ref_logprobs):
     ("groups", "message"),
     [
         ({"advantage": AdvantageConfig(estimator=needs_more)}, "needs temperature, which this run does not have"),
+        ({"advantage": AdvantageConfig(estimator=f"{__file__}:FILE")}, r"estimator FILE \(test_own_.*\) is not a func"),
         ({"advantage": AdvantageConfig(estimator="none.py:f")}, "there is no estimator file 'none.py'"),
         (
             {"advantage": AdvantageConfig(estimator=needs_more, kwargs={"heat": 1})},
-            "kwargs has 'heat', which needs_more",
+            "advantage.kwargs has 'heat', which needs_more",
         ),
         (
             {"advantage": AdvantageConfig(estimator=of_reference), "kl": KLConfig(coef=0.0)},

@@ -570,7 +570,7 @@ def test_a_run_begun_with_a_reward_of_pythons_is_not_resumed_with_another(tmp_pa
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     assert main(["train", "--resume", str(tmp_path / "run"), "--run.iterations", "2"]) == 2
     said = capsys.readouterr().err
-    assert "a part of this run is from Python, and no file holds it (reward_funcs: " in said
+    assert "a part of this run was given as an object of Python, which no configuration holds (reward_funcs: " in said
     file = tmp_path / "run" / "config.yaml"
     assert f"args = PPOConfig.from_yaml({str(file)!r}); PPOTrainer(args=args, reward_funcs=…).train()" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before

@@ -23,7 +23,7 @@ from tokencredit.commands.jobs import training
 from tokencredit.commands.settings_help import json_schema
 from tokencredit.distributed.signals import raising_interrupt
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import check_new_file
+from tokencredit.runs.folder import check_new_file, read_parts
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.offline import OfflineSettings
@@ -43,7 +43,7 @@ def train(options: Options) -> None:
     resume = options.resume is not None
     config = to_config(options, PPOConfig)
     refuse_other_folder(config, options)
-    refuse_python(config, file_of(options))
+    refuse_objects(config, options)
     refuse_unused(config, rows=())
     with training(config, resume=resume) as (config, resume):
         from transformers.utils.logging import disable_progress_bar
@@ -65,6 +65,12 @@ def file_of(options: Options) -> str:
     return f"{options.resume}/config.yaml" if options.resume is not None else files[-1] if files else "FILE"
 
 
+def refuse_objects(config: PPOConfig | ControlConfig | OfflineSettings, options: Options) -> None:
+    """Raise `ConfigError` if a configuration names parts from Python, with the flags that give them from files."""
+    file = file_of(options)
+    refuse_python(config, file, parts=read_parts(Path(file).parent) if config.python else None)
+
+
 def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, options: Options) -> None:
     """Raise `ConfigError` if `--resume` is given, and the run's folder is another."""
     if options.resume is not None and Path(str(config.run.dir)) != Path(options.resume):
@@ -79,7 +85,7 @@ def control(options: Options) -> None:
     resume = options.resume is not None
     config = to_config(options, ControlConfig)
     refuse_other_folder(config, options)
-    refuse_python(config, file_of(options))
+    refuse_objects(config, options)
     with training(config, resume=resume) as (config, resume):
         require_gymnasium()
         from tokencredit.control.control_trainer import ControlTrainer
@@ -94,7 +100,7 @@ def offline(kind: type[OfflineSettings], options: Options) -> None:
     config = to_config(options, kind)
     refuse_other_folder(config, options)
     refuse_unused(config, rows=())
-    refuse_python(config, file_of(options))
+    refuse_objects(config, options)
     if config.data.dataset is None:
         raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
     with training(config, resume=resume) as (config, resume):

@@ -28,8 +28,8 @@ CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
 CHUNK = 1000
 """Rows of a `Dataset` that are read at a time."""
 Part = dict[str, Any]
-"""Description of a part as JSON: `digest`, and `name`, `file`, `source`, `arguments` and `reads` of code, or `rows` and
-`columns` of data."""
+"""Description of a part as JSON: `digest`, and `name`, `file`, `source`, `arguments`, those `given` by a partial, and
+`reads` of code, or `rows` and `columns` of data."""
 
 
 def describe(value: Any) -> Part:
@@ -52,6 +52,14 @@ def label(part: Part, *, digest: bool = True) -> str:
     shown = ", ".join([*arguments[:SHOWN], *["…"] * (len(arguments) > SHOWN)])
     inside = ", ".join([*([Path(part["file"]).name] if "file" in part else []), *short])
     return f"{part['name']}{f'({shown})' * bool(shown)}{f' ({inside})' * bool(inside)}"
+
+
+def location(part: Part) -> tuple[str, dict[str, Any]] | None:
+    """`path/file.py:name` and the numbers given to it, for a function at the top level of a file; else None."""
+    top = part.get("source", "").startswith(("def ", "@")) and part.get("name", "").isidentifier() and "file" in part
+    given = {name: part.get("arguments", {}).get(name, ...) for name in part.get("given", [])}
+    plain = all(x is None or isinstance(x, int | float) for x in given.values())
+    return (f"{part['file']}:{part['name']}", given) if top and plain and all(map(str.isidentifier, given)) else None
 
 
 def rows_digest(rows: Any) -> str:
@@ -101,6 +109,8 @@ class _Describer:
         exact: Any = [code.__module__, source] if source is None else source
         if source is None or "<lambda>" in part["name"]:  # a lambda's source is its whole line
             exact = [exact, *map(_bytecode, _codes(code))]
+        if arguments:
+            part["given"] = list(arguments)
         digest = _sha([exact, *(part.get(key) for key in ("name", "arguments", "reads"))])
         return part | {"digest": digest} | ({} if source is None else {"source": source})
 

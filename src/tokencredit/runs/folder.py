@@ -342,7 +342,8 @@ def read_parts(run: Path) -> dict[str, Part]:
     """The descriptions of a run's parts, by argument or key; raises `ConfigError` if the file is invalid."""
     file = run / PARTS
     parts = read_object(file, file.read_bytes()) if file.is_file() else {}
-    require(file, parts, {"*": {"digest": TEXT, "name?": TEXT, "file?": TEXT, "rows?": COUNT, "columns?": [TEXT]}})
+    code = {"name?": TEXT, "file?": TEXT, "source?": TEXT, "arguments?": {}, "given?": [TEXT]}
+    require(file, parts, {"*": {"digest": TEXT, "rows?": COUNT, "columns?": [TEXT], **code}})
     return parts
 
 

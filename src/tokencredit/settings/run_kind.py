@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import Part, location
 from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.settings.data import PACKAGED, FunctionTerm
 from tokencredit.settings.fields import refuse_unused, settings_of
@@ -188,24 +190,41 @@ def refuse_foreign_code(config: PPOConfig | ControlConfig | OfflineSettings, no_
         raise ConfigError(f"--no-code, but the configuration executes user code: {'; '.join(lines)}")
 
 
-def refuse_python(config: PPOConfig | ControlConfig | OfflineSettings, file: str, given: Collection[str] = ()) -> None:
+def refuse_python(
+    config: PPOConfig | ControlConfig | OfflineSettings,
+    file: str,
+    given: Collection[str] = (),
+    parts: Mapping[str, Part] | None = None,
+) -> None:
     """Raise `ConfigError` for parts from Python that a configuration names and that are not given.
 
     Args:
         config: the configuration.
         file: its file, in the message.
         given: arguments that are given.
+        parts: descriptions of the run's parts; a command can name those that are functions of a file.
     """
     named = {key: [part] if isinstance(part, str) else part for key, part in config.python.items() if key not in given}
     if missing := {k: x for k, x in named.items() if "." not in k or str(attrgetter(k)(config)).startswith(PYTHON)}:
-        parts = "; ".join(f"{key}: {', '.join(map(str, part))}" for key, part in missing.items())
+        listed = "; ".join(f"{key}: {', '.join(map(str, part))}" for key, part in missing.items())
         kind, trainer = type(config).__name__, TRAINERS.get(type(config), "OfflineTrainer")
         keys = "".join(f"args.{key} = …; " for key in missing if "." in key)
         arguments = "".join(f", {key}=…" for key in missing if "." not in key)
+        flags = [_flag(key, (parts or {}).get(key)) for key in missing]
+        by_file = "" if None in flags else f", or name the file, which is then run: {' '.join(map(str, flags))}"
         raise ConfigError(
-            f"a part of this run is from Python, and no file holds it ({parts}); give it in Python: "
-            f"args = {kind}.from_yaml({file!r}); {keys}{trainer}(args=args{arguments}).train()"
+            f"a part of this run was given as an object of Python, which no configuration holds ({listed}); give it in "
+            f"Python: args = {kind}.from_yaml({file!r}); {keys}{trainer}(args=args{arguments}).train(){by_file}"
         )
+
+
+def _flag(key: str, part: Part | None) -> str | None:
+    """The flags that name a part in place of its object; None if it is no setting, or no function of a file."""
+    if part is None or key not in PARTS or (found := location(part)) is None:
+        return None
+    name, kwargs = found
+    more = f" --{key.partition('.')[0]}.kwargs {shlex.quote(json.dumps(kwargs))}" if kwargs else ""
+    return f"--{key} {shlex.quote(name)}{more}"
 
 
 def run_config_file(run: Path) -> Path:

@@ -21,7 +21,7 @@ from tokencredit.learn.own_loss import LOSS_INPUTS
 from tokencredit.learn.rng import preserved
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.model import CriticConfig
-from tokencredit.settings.parts import PYTHON, is_own, name_of
+from tokencredit.settings.parts import PYTHON, is_own, label_of, name_of
 from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageSettings, PPOSettings
@@ -103,8 +103,9 @@ def load_loss(args: Update) -> Update:
     if isinstance(loss, type) and issubclass(loss, Objective):
         return replace(args, loss=loss)
     if not callable(loss) or isinstance(loss, type):
-        raise ConfigError(f"ppo.loss {name} is neither a function nor a subclass of Objective (docs/your-own.md)")
-    check_kwargs(name, loss, args.kwargs, known)
+        shown = label_of(args.loss)
+        raise ConfigError(f"ppo.loss {shown} is neither a function nor a subclass of Objective (docs/your-own.md)")
+    check_kwargs(name, loss, args.kwargs, known, "ppo.kwargs")
     require_known("ppo.loss", "ppo.kwargs", partial(loss, **args.kwargs), name, known)
     for key in ("clip", "clip_high", "dual_clip"):
         if getattr(args, key) != getattr(type(args)(), key) and key.removesuffix("_high") not in parameters_of(loss):
@@ -125,6 +126,8 @@ class OwnCritic:
 
     values: Callable[..., Tensor]
     fit: Callable[..., None]
+    name: str
+    """Its name, with the arguments that were given to a class."""
     part: Any
     """The user's object."""
     untrained: Callable[[], Any]
@@ -147,7 +150,7 @@ class OwnCritic:
             part = self.untrained()
         if part is None:
             return True
-        what = f"critic.kind {name_of(self.part)}"
+        what = f"critic.kind {self.name}"
         other = replace(self, part=part, values=guarded(part.values, what))
         trained, before = _drawn_alike(values_of, self), _drawn_alike(values_of, other)
         if torch.equal(trained, before):
@@ -179,18 +182,19 @@ def load_critic(args: CriticConfig, inputs: Collection[str]) -> CriticConfig:
     part = load_part(args.kind, "critic.kind")
     name = name_of(part)
     if isinstance(part, type):
-        check_kwargs(name, part, args.kwargs)
+        check_kwargs(name, part, args.kwargs, key="critic.kwargs")
+        name = name_of(partial(part, **args.kwargs))
         untrained = partial(guarded(part, f"critic.kind {name}"), **args.kwargs)
         part = untrained()
     else:
         untrained = partial(_deep_copy, _deep_copy(part))
     if missing := [method for method in METHODS if not callable(getattr(part, method, None))]:
-        raise ConfigError(f"critic.kind {name} has no method {', '.join(missing)} (docs/your-own.md)")
+        raise ConfigError(f"critic.kind {label_of(args.kind)} has no method {', '.join(missing)} (docs/your-own.md)")
     known = (*CRITIC_READS, *inputs)
     require_known("critic.kind", "critic.kwargs", part.values, f"{name}.values", known)
     require_known("critic.kind", "critic.kwargs", part.fit, f"{name}.fit", (*known, *FIT_READS))
     values, fit = (guarded(method, f"critic.kind {name}") for method in (part.values, part.fit))
-    return replace(args, kind=OwnCritic(values, fit, part, untrained), kwargs={})
+    return replace(args, kind=OwnCritic(values, fit, name, part, untrained), kwargs={})
 
 
 def _deep_copy(part: Any) -> Any:
@@ -244,8 +248,8 @@ def load_estimator(args: Advantage, inputs: Collection[str]) -> Advantage:
     function = load_part(args.estimator, "advantage.estimator")
     name = name_of(function)
     if not callable(function) or isinstance(function, type):
-        raise ConfigError(f"advantage.estimator {name} is not a function (docs/your-own.md)")
-    check_kwargs(name, function, args.kwargs, ())
+        raise ConfigError(f"advantage.estimator {label_of(args.estimator)} is not a function (docs/your-own.md)")
+    check_kwargs(name, function, args.kwargs, (), "advantage.kwargs")
     if args.kwargs:
         function = partial(function, **args.kwargs)
     known = ("rewards", "values", *BOUNDS, *SETTINGS, *inputs)

@@ -86,12 +86,16 @@ def _from_module(location: str, kind: str) -> ModuleType:
 
 
 def check_kwargs(
-    spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any], others: tuple[str, ...] | None = None
+    spec: str,
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    others: tuple[str, ...] | None = None,
+    key: str = "kwargs",
 ) -> None:
     """Raise `ConfigError` unless a function or class, named `spec` in messages, takes these settings.
 
     `others` are names of further arguments that it is called with; with None it must not require an argument that is
-    not among the settings.
+    not among the settings. `key` is that of the settings.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -99,14 +103,14 @@ def check_kwargs(
         return
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        for key in kwargs:
-            if key not in parameters:
-                takes = ", ".join(name for name in parameters if name not in (others or ())) or "none"
-                raise ConfigError(f"kwargs has {key!r}, which {spec} does not take; it takes {takes}")
+        for name in kwargs:
+            if name not in parameters:
+                takes = ", ".join(taken for taken in parameters if taken not in (others or ())) or "none"
+                raise ConfigError(f"{key} has {name!r}, which {spec} does not take; it takes {takes}")
     required = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
     missing = [name for name in required if name not in kwargs]
     if missing and others is None:
-        raise ConfigError(f"{spec} needs {', '.join(missing)}; give it in kwargs, as in kwargs: {{{missing[0]}: …}}")
+        raise ConfigError(f"{spec} needs {', '.join(missing)}; give it in {key}, as in kwargs: {{{missing[0]}: …}}")
 
 
 def described(error: BaseException) -> str:
