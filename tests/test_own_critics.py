@@ -155,7 +155,7 @@ class Mean:
 def test_a_critic_that_a_resumed_run_would_begin_anew_stops_the_run(broken, built, tmp_path):
     critic = CriticConfig(kind=Mean(**{broken: False}) if built else Mean, kwargs={} if built else {broken: False})
     trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=critic))
-    shown = r"Mean\(saves=true, loads=false\)" if built else rf"Mean\({broken}=false\)"
+    shown = r"Mean\(saves=false, .*\)" if built else rf"Mean\({broken}=false\)"
     message = rf"critic.kind {shown} \(test_own_critics.py\): a new one that loads its state has other values, so"
     with pytest.raises(RunStopped, match=message):
         trainer.train()
