@@ -300,7 +300,7 @@ def test_lambda_follows_the_batches_that_the_run_learns_from(tokenizer):
     credit.give(scored, fit=False)
     assert credit.lam == 0.95, "an audit changes nothing"
     batch, _ = credit.give(scored)
-    assert credit.metrics() == {"kl_coef": 0.0, "lam": credit.lam, "critic_share": credit.choice.best[0]}
+    assert credit.metrics() == {"kl_coef": 0.0, "lam": credit.lam}
     options = {"gamma": 1.0, "lam": credit.lam}
     advantages, _ = estimate("gae", batch.rewards, batch.rollout.values, options=options, mask=scored.rollout.mask)
     assert torch.equal(batch.advantages, advantages)

@@ -87,8 +87,8 @@ class AdvantageConfig(AdvantageSettings):
         "auto", needs=read_by("lam"), at_least=0, at_most=1
     )
     """λ of gae and decoupled_gae: 0 trusts the values, 1 trusts the sampled return. auto, with scores of prefixes
-    (`critic.prefix_every`), is the one, with a share of the critic in the values, whose advantages agree best with the
-    effects of their tokens in other completions (docs/algorithms.md); 0.95 without such scores."""
+    (`critic.prefix_every`), is the one whose advantages agree best with the effects of their tokens in other
+    completions (docs/algorithms.md); 0.95 without such scores."""
     scale: bool = setting(True, needs=read_by("scale"))
     """Divide group_relative advantages by the group's standard deviation."""
     unit: Literal["token", "turn"] = setting("token", needs=(SEVERAL, f"estimator: {', '.join(STEPWISE)}"))

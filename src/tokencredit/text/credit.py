@@ -24,7 +24,7 @@ from tokencredit.settings.parts import is_own, name_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
-from tokencredit.text.data.credit_choice import CreditChoice, by_shares, with_share
+from tokencredit.text.data.lam_choice import LamChoice
 from tokencredit.text.data.prefixes import PrefixFit
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.user_code.parts import OwnCritic
@@ -54,8 +54,8 @@ class Credit:
         self.kl = build_kl(args.kl)
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
-        self.choice = CreditChoice()
-        self.chooses = args.advantage.lam == "auto" and "lam" in args.advantage.reads().settings
+        self.lam_choice = LamChoice()
+        self.chooses_lam = args.advantage.lam == "auto" and "lam" in args.advantage.reads().settings
         self.prefixes = PrefixFit(args.rollout.max_new_tokens)
         self.own = args.critic.kind if isinstance(args.critic.kind, OwnCritic) else None
         self.state_checked = False
@@ -80,15 +80,15 @@ class Credit:
         self._check(scored)
         # Reward of each token: the normalised score, usually at the last one, and −β · KL.
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
-        # Values: those fitted to the scores of prefixes, with as much of what the critic adds as agrees best.
+        # Values: those fitted to the scores of prefixes, with the critic's for what they leave.
         rewards = score_rewards + kl_rewards
-        full = self._with_fit(scored, rewards)
-        scored = self._with_share(full, rewards, update=fit)
-        rollout, now = scored.rollout, self.advantage_now()
+        scored = self._with_fit(scored, rewards)
+        if fit and scored.fitted is not None and self.chooses_lam:
+            self._choose_lam(scored, rewards)
+        rollout = scored.rollout
         # Advantages and returns. This batch's rewards enter the running baseline only now, since a baseline must not
-        # depend on what it is subtracted from. The critic learns all that the fit leaves, whatever its share.
-        advantages, returns = self._estimate(scored, score_rewards, kl_rewards, now)
-        targets = returns if scored is full else self._estimate(full, score_rewards, kl_rewards, now)[1]
+        # depend on what it is subtracted from.
+        advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
         if self.own is not None and fit:
             known = self._inputs(scored) | {"rewards": rewards, "returns": returns, "values": rollout.values}
             self.own.fit(**named(self.own.fit, known))
@@ -109,7 +109,7 @@ class Credit:
         divisor: Tensor | float = 1.0
         if args.advantage.whiten == "batch" and (tokens := float(self.reduce(in_loss.sum()))) > 0:
             advantages, divisor = whiten_with_divisor(advantages, in_loss, reduce=self.reduce, count=tokens)
-        experience = self._experience(full, replace(full.rollout, mask=in_loss), advantages, targets)
+        experience = self._experience(scored, replace(rollout, mask=in_loss), advantages, returns)
         return batch, replace(experience, weights=batch.weights, divisor=divisor)
 
     def monte_carlo(self, scored: Batch) -> tuple[Batch, Experience]:
@@ -136,31 +136,28 @@ class Credit:
         values = fitted if rollout.values is None else rollout.values + fitted
         return replace(scored, rollout=replace(rollout, values=values), fitted=fitted)
 
-    def _with_share(self, scored: Batch, rewards: Tensor, *, update: bool) -> Batch:
-        """By `advantage.lam: auto`, the share of the critic that agrees best; with `update` this batch counts."""
-        rollout, fitted = scored.rollout, scored.fitted
-        if fitted is None or rollout.values is None or not self.chooses:
-            return scored
-        if update:
-            found = by_shares(rewards, fitted, rollout.values, self.args.advantage.gamma, self._where(scored))
-            self.choice.update(found, rollout.response_ids, self._in_loss(rollout), self.first, self.reduce)
-        values = with_share(fitted, rollout.values, self.choice.best[0])
-        return replace(scored, rollout=replace(rollout, values=values))
+    def _choose_lam(self, scored: Batch, rewards: Tensor) -> None:
+        """Let this batch count for `advantage.lam: auto`."""
+        rollout, where, gamma = scored.rollout, self._where(scored), self.args.advantage.gamma
+
+        def advantages(lam: float) -> Tensor:
+            return estimate("gae", rewards, rollout.values, options={"gamma": gamma, "lam": lam}, **where)[0]
+
+        self.lam_choice.update(advantages, rollout.response_ids, self._in_loss(rollout), self.first, self.reduce)
 
     @property
     def lam(self) -> float:
         """λ of the settings or, with `advantage.lam: auto`, the one that agrees best with the effects of tokens."""
         lam = self.args.advantage.lam
-        return self.choice.best[1] if lam == "auto" else lam
+        return self.lam_choice.lam if lam == "auto" else lam
 
     def advantage_now(self) -> AdvantageConfig:
         """The advantage settings with the current λ."""
         return replace(self.args.advantage, lam=self.lam)
 
     def metrics(self) -> dict[str, float]:
-        """The current KL coefficient and, if they follow the data, λ and the critic's share."""
-        chosen = dict(zip(("critic_share", "lam"), self.choice.best, strict=True))
-        return {"kl_coef": self.kl.coef} | (chosen if self.chooses else {})
+        """The current KL coefficient and, if it follows the data, λ."""
+        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.chooses_lam else {})
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""
@@ -350,7 +347,7 @@ class Credit:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The KL controller's state, the running moments, the fit to prefixes and what λ follows."""
-        parts = ("kl", "scores", "baseline", "prefixes", "choice")
+        parts = ("kl", "scores", "baseline", "prefixes", "lam_choice")
         # A copy, since `fit` may work in place.
         own = {} if self.own is None else {"own": deepcopy(self.own.part.state_dict())}
         return {name: getattr(self, name).state_dict() for name in parts} | own

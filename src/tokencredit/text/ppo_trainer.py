@@ -352,7 +352,7 @@ class PPOTrainer:
             self.learner.load(state)
         except ValueError as error:
             raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
-        for parts, groups in ((("kl",), "kl."), (("prefixes", "choice"), ("reward", "score."))):
+        for parts, groups in ((("kl",), "kl."), (("prefixes", "lam_choice"), ("reward", "score."))):
             for part in parts if any(key.startswith(groups) for key in changed) else ():
                 del state["credit"][part]
         self._restore(state | {"random": state["process"]["random"]})
