@@ -1,5 +1,6 @@
 """What a paper says about runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from tokencredit.report.cite import citation
@@ -37,6 +38,13 @@ def test_software_machine_seeds_changed_settings_and_parts_are_named():
     assert "| `python.reward_funcs` | `not set` | `score (mine.py, 1a2b3c4d)` | `score (mine.py, 1a2b3c4d)` |" in text
     assert "model.name" not in text, "the default"
     assert "version = {1.2}" in text
+
+
+def test_a_part_of_ones_own_has_its_file_and_digest():
+    part = {"name": "mixed", "file": "/home/me/mine.py", "digest": "1a2b3c4d5e"}
+    made = Run(Path("run"), {"seed": 1, "advantage": {"estimator": "mine.py:mixed"}}, [], [], {})
+    text = citation([replace(made, parts={"advantage.estimator": part})])
+    assert "| `advantage.estimator` | `gae` | `mixed (mine.py, 1a2b3c4d)` |" in text
 
 
 def test_runs_without_a_summary_have_their_settings():

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tokencredit.provenance.parts import label
 from tokencredit.report.card import code
 from tokencredit.report.comparison.stats import MISSING, SEED, RunGroup, group_runs, texts, values, without_seed
 from tokencredit.report.reading import Run
-from tokencredit.settings.run_kind import RunKind, run_kind_of
+from tokencredit.settings.run_kind import PARTS, RunKind, run_kind_of
 
 
 def citation(runs: Sequence[Run]) -> str:
@@ -43,11 +44,17 @@ def table(groups: Sequence[RunGroup], run_kind: RunKind) -> list[str]:
     header = "| setting | default |" + "".join(f" {number} |" for number, _ in enumerate(groups, start=1))
     rows = [
         f"| {code(key)} | {cell([defaults.get(key, MISSING)])} | "
-        + " | ".join(cell(values(group.settings, key)) for group in groups)
+        + " | ".join(cell(values_of(group, key)) for group in groups)
         + " |"
         for key in shown
     ]
     return [header, "|---|---|" + "---|" * len(groups), *rows]
+
+
+def values_of(group: RunGroup, key: str) -> list[str]:
+    """Values of a setting in a group; an estimator, critic or loss of the user's with the name of its file."""
+    parts = [run.parts[key] for run in group.runs if key in PARTS and key in run.parts]
+    return distinct(map(label, parts)) or values(group.settings, key)
 
 
 def cell(found: Sequence[str]) -> str:
