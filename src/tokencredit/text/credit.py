@@ -20,7 +20,7 @@ from tokencredit.core.rewards import kl_of_next, overlong_penalty, token_rewards
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
 from tokencredit.learn.experience import Experience
-from tokencredit.settings.parts import is_own, name_of
+from tokencredit.settings.parts import is_own
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
 from tokencredit.text.batch import Batch
@@ -276,7 +276,7 @@ class Credit:
         """Values by a critic of the user's, 0 outside the mask."""
         mask = scored.rollout.mask
         values: Any = own.values(**named(own.values, self._inputs(scored)))
-        name = f"values of critic.kind {name_of(own.part)}"
+        name = f"values of critic.kind {own.name}"
         if not isinstance(values, Tensor) or values.shape != mask.shape:
             found = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
             raise RunStopped(f"{name} is {found:.80}; it must be a tensor of shape {tuple(mask.shape)}, one per token")
