@@ -41,7 +41,7 @@ def test_software_machine_seeds_changed_settings_and_parts_are_named():
 
 
 def test_a_part_of_ones_own_has_its_file_and_digest():
-    part = {"name": "mixed", "file": "/home/me/mine.py", "digest": "1a2b3c4d5e"}
+    part = {"name": "mixed", "file": "parts/mine.py", "digest": "1a2b3c4d5e"}
     made = Run(Path("run"), {"seed": 1, "advantage": {"estimator": "mine.py:mixed"}}, [], [], {})
     text = citation([replace(made, parts={"advantage.estimator": part})])
     assert "| `advantage.estimator` | `gae` | `mixed (mine.py, 1a2b3c4d)` |" in text

@@ -66,7 +66,8 @@ def check_code(args: PPOConfig | ControlConfig) -> None:
     if isinstance(args, PPOConfig):
         for number, term in enumerate(args.reward):
             try:
-                _ = load_function(term.function, term.kwargs) if isinstance(term, FunctionTerm) else None
+                if isinstance(term, FunctionTerm):
+                    load_function(term.function, term.kwargs)
             except ConfigError as error:
                 raise ConfigError(f"reward[{number}]: {error}") from error
         load_factory(args.env)

@@ -1,12 +1,11 @@
 """λ from the data: it is the one that correlates best with the truth, which here is known."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import pytest
 import torch
 
+from helpers.in_step import in_two
 from tokencredit.core.advantages import gae
 from tokencredit.text.data.lam_choice import LAMS, WITHOUT_DATA, LamChoice
 
@@ -52,21 +51,12 @@ def test_it_is_the_same_in_two_processes_and_after_a_checkpoint():
     (advantages, ids, _), every = batch_of(0, "noisy"), torch.ones(ROWS, TIME, dtype=torch.bool)
     whole, halves = LamChoice(), (LamChoice(), LamChoice())
     whole.update(advantages, ids, every, 0, lambda x: x)
-    both, given = Barrier(2), {}
 
-    def update(number):
-        def reduce(x):
-            given[number] = x
-            both.wait()
-            total = given[0] + given[1]
-            both.wait()
-            return total
+    def update(rank, reduce):
+        part = slice(32 * rank, 32 * rank + 32)
+        halves[rank].update(lambda lam: advantages(lam)[part], ids[part], every[part], part.start, reduce)
 
-        part = slice(32 * number, 32 * number + 32)
-        halves[number].update(lambda lam: advantages(lam)[part], ids[part], every[part], part.start, reduce)
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(update, range(2)))
+    in_two(update)
     for half in halves:
         torch.testing.assert_close(half.sums, whole.sums, rtol=1e-12, atol=0)
         torch.testing.assert_close(half.effects, whole.effects, rtol=1e-12, atol=1e-12)

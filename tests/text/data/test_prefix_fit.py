@@ -1,11 +1,11 @@
 """The running fit of the prefix baseline."""
 
 import json
-from threading import Barrier, Thread
 
 import pytest
 import torch
 
+from helpers.in_step import in_two
 from tokencredit.core.masked import explained_variance
 from tokencredit.text.data.prefixes import FOLDS, PrefixFit
 
@@ -46,26 +46,15 @@ def test_two_processes_fit_as_one():
     whole = PrefixFit(9)
     expected = [whole.values(scores, returns, mask, 0, alone) for _ in range(2)][1]
     # The sums of two processes with half of the rows each, by running them in step.
-    barrier, parts, results = Barrier(2), [None, None], [None, None]
+    results = [None, None]
 
-    def process(rank):
-        def reduce(x):
-            parts[rank] = x
-            barrier.wait()
-            total = parts[0] + parts[1]
-            barrier.wait()
-            return total
-
+    def process(rank, reduce):
         rows = (slice(rank * FOLDS, (rank + 1) * FOLDS), slice(None, 4 if rank else None))
         fit = PrefixFit(9)
         for _ in range(2):
             results[rank] = fit.values(scores[rows], returns[rows], mask[rows], rank * FOLDS, reduce)
 
-    threads = [Thread(target=process, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_two(process)
     torch.testing.assert_close(results[0], expected[:FOLDS], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(results[1], expected[FOLDS:, :4], rtol=1e-6, atol=1e-6)
 
