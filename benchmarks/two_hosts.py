@@ -208,8 +208,8 @@ def same(one: Path, other: Path) -> bool:
     )
     if not left or left != right or (one / "samples.jsonl").read_bytes() != (other / "samples.jsonl").read_bytes():
         return False
-    for file in (one / "policy").rglob("*.safetensors"):
-        expected, found = load_file(file), load_file(other / "policy" / file.relative_to(one / "policy"))
+    for file in [file for part in ("policy", "critic") for file in (one / part).glob("*.safetensors")]:
+        expected, found = load_file(file), load_file(other / file.relative_to(one))
         if expected.keys() != found.keys() or any((expected[name] != found[name]).any() for name in expected):
             return False
     return True

@@ -29,7 +29,7 @@ from tokencredit.settings.control import (
 )
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.data.datasets import column_values, read_dataset
-from tokencredit.text.models.critic import HEAD_FILE, TRUNK_FOLDER
+from tokencredit.text.models.critic import HEAD_FILE
 from tokencredit.text.models.model_loading import load_language_model, resolve
 from tokencredit.text.models.run_models import build_policy, save_policy
 from tokencredit.text.rewards.ready_made import similarity
@@ -210,14 +210,14 @@ def test_a_critics_head_and_an_agent(bomb, tmp_path):
     loaded = load_language_model(ModelConfig())
     args, separate = ModelConfig(name=str(tmp_path / "policy")), CriticConfig(kind="separate")
     policy, _ = build_policy(*loaded, ModelConfig(), separate)
-    save_policy(tmp_path / "policy", policy, loaded[1])
-    trunk = tmp_path / "policy" / TRUNK_FOLDER / "model.safetensors"
+    save_policy(tmp_path / "policy", policy, loaded[1], tmp_path / "critic")
+    trunk = tmp_path / "critic" / "model.safetensors"
     weights = trunk.read_bytes()
     saved(bomb, trunk, policy.critic.trunk.state_dict())
     with pytest.raises(ConfigError, match="cannot load a language model from"):
         build_policy(*loaded, args, separate)
     trunk.write_bytes(weights)
-    saved(bomb, tmp_path / "policy" / HEAD_FILE, policy.critic.head.state_dict())
+    saved(bomb, tmp_path / "critic" / HEAD_FILE, policy.critic.head.state_dict())
     with pytest.raises(ConfigError, match=HEAD_FILE):
         build_policy(*loaded, args, separate)
     pytest.importorskip("gymnasium")

@@ -19,7 +19,7 @@ def assert_same(one, other):
     if (one / "pretrain.jsonl").exists():
         assert metrics(one, "pretrain.jsonl") == metrics(other, "pretrain.jsonl")
     assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()
-    for file in (one / "policy").rglob("*.safetensors"):
-        expected, found = load_file(file), load_file(other / "policy" / file.relative_to(one / "policy"))
+    for file in [file for part in ("policy", "critic") for file in (one / part).glob("*.safetensors")]:
+        expected, found = load_file(file), load_file(other / file.relative_to(one))
         assert expected.keys() == found.keys()
         assert all((expected[name] == found[name]).all() for name in expected), file.name

@@ -9,6 +9,7 @@ import json
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -128,10 +129,13 @@ def saved_alike(made, plain, folder, main):
     """True if both policies write the same files with the same weights."""
     from safetensors.torch import load_file
 
-    save_policy(folder / "sharded", made.policy, made.tokenizer, writes=main)
+    sharded, plainly = (
+        partial(save_policy, folder / kind / "policy", beside=folder / kind / "critic") for kind in ("sharded", "whole")
+    )
+    sharded(made.policy, made.tokenizer, writes=main)
     if not main:
         return True
-    save_policy(folder / "whole", plain.policy, plain.tokenizer)
+    plainly(plain.policy, plain.tokenizer)
     files = [{str(f.relative_to(folder / kind)) for f in (folder / kind).rglob("*.*")} for kind in ("sharded", "whole")]
     tensors = [f for f in files[0] if f.endswith(".safetensors")]
     pairs = [(load_file(folder / "sharded" / f), load_file(folder / "whole" / f)) for f in tensors]

@@ -209,7 +209,7 @@ def test_rewards_are_computed_outside_the_autocast_of_the_policy(run):
 def test_a_missing_critic_is_refused(run, tmp_path):
     folder, _ = run
     shutil.copytree(folder, tmp_path / "copy")
-    (tmp_path / "copy" / "policy" / "value_head.safetensors").unlink()
+    (tmp_path / "copy" / "critic" / "value_head.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has no critic, though critic\.kind of the run is separate"):
         load(tmp_path / "copy")
     assert evaluate_source(read_source(str(tmp_path / "copy"))), "it needs none"

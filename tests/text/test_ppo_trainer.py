@@ -58,6 +58,7 @@ def test_a_run_leaves_its_files_and_a_summary_of_its_metrics(run):
         "summary.json",
         "tensorboard",
         "policy",
+        "critic",
         "checkpoints",
     }
     assert json.loads((folder / "summary.json").read_text()) == summary
@@ -76,7 +77,7 @@ def test_the_policy_folder_loads_with_transformers_alone(run):
     AutoTokenizer.from_pretrained(folder / "policy")
     for name, parameter in trainer.policy.lm.state_dict().items():
         assert torch.equal(model.state_dict()[name], parameter), name
-    assert (folder / "policy" / "value_head.safetensors").is_file()
+    assert [file.name for file in (folder / "policy").glob("*.safetensors")] == ["model.safetensors"]
 
 
 def test_training_moves_policy_and_critic_and_not_the_reference(run):

@@ -156,7 +156,7 @@ def test_the_report_and_the_trackers_take_its_numbers(run):
 def test_another_run_goes_on_with_the_pretrained_critic(run, tmp_path):
     """Trunk and head of `critic.name` are exactly those that were saved, and so are its first values."""
     folder, trainer = run
-    critic = CriticConfig(kind="separate", layers=1, name=str(folder / "policy"))
+    critic = CriticConfig(kind="separate", layers=1, name=str(folder))
     other = PPOTrainer(args=small(tmp_path / "other", pretrain=0, critic=critic))
     assert not changed_weights(other.policy.critic, copy_weights(trainer.policy.critic))
     scored = other.collect()

@@ -361,28 +361,29 @@ class RunRecord:
         )
 
     @contextmanager
-    def replaced(self, name: str, in_all: bool) -> Iterator[Path | None]:
-        """A folder that takes the place of one of the run's, for the main process to write.
+    def replaced(self, *names: str, in_all: bool) -> Iterator[list[Path] | None]:
+        """Folders that together take the places of some of the run's, for the main process to write.
 
-        The others get None or, with `in_all`, the place; they too raise an `OSError` of the main process.
+        The others get None or, with `in_all`, the places; they too raise an `OSError` of the main process.
         """
-        target = self.folder.path / name
+        targets = [self.folder.path / name for name in names]
         with self.processes.agreed(OSError), ExitStack() as stack:
             with self.processes.agreed(OSError):
-                folder = stack.enter_context(replacing(target)) if self.main else target
-            yield folder if self.main or in_all else None
+                folders = [stack.enter_context(replacing(x)) for x in targets] if self.main else targets
+            yield folders if self.main or in_all else None
 
-    def end(self, stopped_by: str, save: Callable[[Path, Summary], None], in_all: bool = False) -> Summary:
+    def end(self, stopped_by: str, save: Callable[..., None], *more: str, in_all: bool = False) -> Summary:
         """Save the trained model with `save(folder, summary)`, write and show the summary, and return it.
 
-        With `in_all` every process calls `save`, and only the main one may write.
+        `save` also gets a folder for each of `more` names. With `in_all` every process calls `save`, and only the main
+        one may write.
         """
         seconds = time.perf_counter() - self.started
         summary = summarise(self.history, self.run_kind, self.folder.path, seconds, stopped_by)
         summary = replace(summary, environment=self.environment | {"versions": versions(), "ended": now()})
-        with self.replaced(self.run_kind.saved, in_all) as folder:
-            if folder is not None:
-                save(folder, summary)
+        with self.replaced(self.run_kind.saved, *more, in_all=in_all) as folders:
+            if folders is not None:
+                save(folders[0], summary, *folders[1:])
         if self.main:
             self.folder.write_json("summary.json", dict(summary), indent=2)
             self.screen.finish(summary, self.first_samples, self.last_samples)

@@ -108,9 +108,8 @@ class CriticConfig(CriticTraining):
     it learns of the rest (docs/algorithms.md). auto: as many as cost a quarter of the policy's own passes, and none
     where no term scores prefixes, or in episodes of several turns."""
     name: str | None = setting(None, needs="kind: separate")
-    """Model that a separate critic starts from, causal and with the policy's vocabulary: a reward model, or `policy/`
-    of a run, whose saved critic is taken if there is one. null for the critic saved with `model.name`, or else a copy
-    of the policy."""
+    """Model that a separate critic starts from, causal and with the policy's vocabulary: a reward model, or a run,
+    whose critic is taken. null for the critic of the run whose policy is `model.name`, or else a copy of the policy."""
     layers: int | None = setting(None, needs=EXISTS, at_least=1)
     """Trunk layers below the value head, counted from the embedding; null for all. A shared critic reads the policy's
     hidden states at that layer, normalized; with `detach`, it is a probe. A separate critic keeps only these layers,
@@ -121,9 +120,9 @@ class CriticConfig(CriticTraining):
     trunk_lr: float | None = setting(None, needs=("kind: separate", "not detach"), above=0)
     """Learning rate of a separate critic's trunk; null for optim.lr."""
     init: Literal["saved", "zeros", "orthogonal", "default"] = setting("saved", needs=EXISTS)
-    """Initialization of the value head. saved: the one saved with the model, else zeros. zeros: last layer zero, so it
-    predicts 0. orthogonal: orthogonal weights. default: PyTorch's. Only `saved` also loads the critic's trunk saved
-    with `model.name`."""
+    """Initialization of the value head. saved: the head of a run's critic (`critic.name`, or with `model.name` the
+    run's policy), else zeros. zeros: last layer zero, so it predicts 0. orthogonal: orthogonal weights. default:
+    PyTorch's. With `model.name`, only `saved` also loads that critic's trunk."""
     pretrain: int = setting(0, needs=LEARNS, at_least=0)
     """Largest number of batches on which the critic alone is trained before the first iteration. Each is freshly
     sampled, and takes as many steps as an iteration. Pretraining ends early once the explained variance of new batches

@@ -44,6 +44,7 @@ from tokencredit.text.data.prefixes import choose_spacing, save_fit
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
+from tokencredit.text.models.critic import critic_folder
 from tokencredit.text.models.model_loading import check_origin, fingerprint
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.models.run_models import Models, save_policy
@@ -318,9 +319,9 @@ class PPOTrainer:
             self.record.event(f"an evaluation is skipped: {error}")
             return {}
         if self.processes.first(metrics["eval/reward"] > self.record.best and self.record.folder.path.is_dir()):
-            with self.record.replaced("best", self.sharded) as folder:
-                if folder is not None:
-                    self._save_policy(folder)
+            with self.record.replaced(*self._folders("best"), in_all=self.sharded) as folders:
+                if folders is not None:
+                    self._save_policy(*folders)
         return metrics
 
     def state(self) -> tuple[State, State]:
@@ -375,19 +376,23 @@ class PPOTrainer:
 
     def finish(self, stopped_by: str) -> Summary:
         """Write policy, summary, audit and report, upload the policy of a run at its end, and return the summary."""
-        summary = self.record.end(stopped_by, self._save, in_all=self.sharded)
+        summary = self.record.end(stopped_by, self._save, *self._folders("policy")[1:], in_all=self.sharded)
         self.auditor.at_end(summary, self.stages, self.record, self.tokenizer)
         write_final_report(self.record)
         self.record.next_steps(setup.next_steps(self.args))
         setup.upload_policy(self.args.run, self.record, stopped_by)
         return summary
 
-    def _save_policy(self, folder: Path) -> None:
-        save_policy(folder, self.policy, self.tokenizer, writes=self.processes.main)
-        if self.pipeline.prefix_every and self.policy.critic is not None and self.processes.main:
-            save_fit(folder, self.credit.prefixes, self.pipeline.prefix_every)
+    def _folders(self, policy: str) -> list[str]:
+        """Names of the policy's folder and, if there is a critic, of the critic's."""
+        return [policy] if self.policy.critic is None else [policy, critic_folder(policy)]
 
-    def _save(self, folder: Path, summary: Summary) -> None:
-        self._save_policy(folder)
+    def _save_policy(self, folder: Path, beside: Path | None = None) -> None:
+        save_policy(folder, self.policy, self.tokenizer, beside, writes=self.processes.main)
+        if self.pipeline.prefix_every and beside is not None and self.processes.main:
+            save_fit(beside, self.credit.prefixes, self.pipeline.prefix_every)
+
+    def _save(self, folder: Path, summary: Summary, beside: Path | None = None) -> None:
+        self._save_policy(folder, beside)
         if self.processes.main:
             setup.write_card(folder, self.args, self.pipeline, summary)

@@ -16,6 +16,7 @@ from tokencredit.settings.data import PACKAGED, DefaultReward, FunctionTerm
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.tasks import Tasks
+from tokencredit.text.models.critic import saved_start
 from tokencredit.text.models.model_loading import folder_digest, weights_digest
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import load_function
@@ -35,8 +36,11 @@ def parts_of(
 
     `start` has the fingerprints of the model and of its tokenizer.
     """
+    saved = saved_start(args.critic, args.model)
     unread = "reward[" if "reward_funcs" in given else None
     read = {key: value for key, value in named_parts(args).items() if unread is None or not key.startswith(unread)}
+    if args.critic.name is not None and saved is not None and saved.trunk is not None:
+        read["critic.name"] = str(saved.trunk)
     parts = {key: part for key, value in read.items() if (part := part_of(value)) is not None}
     fingerprints = {"model": start["model"], "processing_class": start["tokenizer"]}
     for argument, value in given.items():

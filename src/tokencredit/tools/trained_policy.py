@@ -20,6 +20,7 @@ from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prefixes import FIT_FILE, fitted_values
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.models.critic import critic_folder
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
@@ -37,7 +38,7 @@ class Policy:
     def __init__(self, run: Path, config: PPOConfig, which: str = "policy", critic: bool = True):
         """Load the policy of a run's folder, as `load` does, and unless `critic` is false its critic, if it has one."""
         self.config, processes = config, Processes().alone()
-        self.folder = run / which
+        self.critic = run / critic_folder(which)
         self.given = config.python
         from_data = (run / "config.yaml").is_file() and not read_source(str(run)).scored
         played = config.several_turns() or bool({"tools", "environment_factory"} & set(self.given))
@@ -152,14 +153,14 @@ class Policy:
         with self.pipeline.precision.no_grad():
             values = rollout_values(self.model, rollout, None).float()
         # The critic of a run with scores of prefixes has only what their fit leaves.
-        if (self.folder / FIT_FILE).is_file():
+        if (self.critic / FIT_FILE).is_file():
             if "reward_funcs" in self.given:
                 raise ConfigError(
                     "values of this run need the reward's scores of prefixes, and its reward is from Python"
                 )
             terms = build_terms(self.config.reward, self.pipeline.precision.device)
             prompts = PromptBatch([prompt], [prompt], rollout.prompt_ids, rollout.prompt_mask, {})
-            values += fitted_values(self.folder, terms, prompts, rollout, self.tokenizer)
+            values += fitted_values(self.critic, terms, prompts, rollout, self.tokenizer)
         numbers: list[float] = values[0].tolist()
         return numbers
 

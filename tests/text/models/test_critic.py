@@ -19,7 +19,7 @@ from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig
-from tokencredit.text.models.critic import build_value_head
+from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.run_models import build_policy
 from tokencredit.text.ppo_trainer import PPOTrainer
@@ -131,7 +131,7 @@ def test_a_run_without_a_critic_leaves_readable_files(tmp_path):
     assert len(sample["advantages"]) == len(sample["tokens"])
     assert summary["reward_last"] is not None
     assert (tmp_path / "run" / "report.html").is_file()
-    assert not (tmp_path / "run" / "policy" / "value_head.safetensors").exists()
+    assert not (tmp_path / "run" / "critic").exists()
 
 
 @pytest.mark.parametrize("kind", ["separate", *proofs("shared")])
@@ -147,13 +147,13 @@ def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back_if_it_f
     assert all(torch.equal(x, trained[name]) for name, x in second.policy.critic.state_dict().items())
     second.train()
     events = read_events(tmp_path / "b")
-    assert f"the critic continues from the one saved in {model.name}" in events
+    assert f"the critic continues from the one saved in {tmp_path / 'a' / 'critic'}" in events
     fresh = PPOTrainer(args=small(tmp_path / "c", model=model, critic=alone(init="zeros")))
     assert fresh.policy.critic.head[-1].weight.abs().sum() == 0
     assert fresh.notes == []
     (note,) = PPOTrainer(args=small(tmp_path / "c", model=model, critic=alone(head="linear"))).notes
     assert note.endswith("starting a new one")
-    (tmp_path / "a" / "policy" / "value_head.safetensors").write_bytes(b"not safetensors")
+    (tmp_path / "a" / "critic" / "value_head.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match=r"value_head.safetensors: .*critic.init: zeros to start a new critic"):
         PPOTrainer(args=small(tmp_path / "d", model=model, critic=alone()))
 
@@ -317,11 +317,20 @@ def test_a_model_without_a_name_gets_a_new_critic(tmp_path, tokenizer, monkeypat
 def test_a_new_head_goes_on_the_trunk_that_critic_name_saved(tmp_path):
     first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind="separate", lr=0.1, prefix_every=0)))
     first.train()
-    asked = CriticConfig(kind="separate", name=str(tmp_path / "a" / "policy"), init="zeros")
+    asked = CriticConfig(kind="separate", name=str(tmp_path / "a" / "critic"), init="zeros")
     again = PPOTrainer(args=small(tmp_path / "b", critic=asked))
     expected = first.policy.critic.trunk.state_dict()
     assert all(torch.equal(x, expected[key]) for key, x in again.policy.critic.trunk.state_dict().items())
     assert again.policy.critic.head[-1].weight.abs().sum() == 0
+
+
+def test_a_head_alone_is_no_separate_critic(tmp_path, tokenizer):
+    (tmp_path / "critic").mkdir()
+    Critic(build_value_head("mlp", 128)).save_head(tmp_path / "critic", tokenizer)
+    for name in (tmp_path, tmp_path / "critic"):
+        asked = CriticConfig(kind="separate", name=str(name))
+        with pytest.raises(ConfigError, match=r"has no trunk of its own, .* give the policy that it belongs to"):
+            PPOTrainer(args=small(tmp_path / "run", critic=asked))
 
 
 @pytest.mark.slow

@@ -143,11 +143,11 @@ def test_a_cut_trunk_normalises_the_states_of_its_last_layer_and_is_loaded_as_it
     norm = getattr(trunk_of(policy.lm), NORMS.get(architecture, "norm"))
     expected = by_hand(trunk_of(policy.lm), batch(), lambda x: policy.critic.head(norm(x[1])).squeeze(-1))
     close(policy(batch(), temperature=1.0).values, expected)
-    save_policy(tmp_path, policy, tokenizer)
-    args = ModelConfig(name=str(tmp_path))
+    save_policy(tmp_path / "policy", policy, tokenizer, tmp_path / "critic")
+    args = ModelConfig(name=str(tmp_path / "policy"))
     for layers in (None, 1):
         again, notes = build_policy(*load_language_model(args), args, CriticConfig(layers=layers, **SEPARATE))
-        assert notes == [f"the critic continues from the one saved in {tmp_path}"]
+        assert notes == [f"the critic continues from the one saved in {tmp_path / 'critic'}"]
         assert torch.equal(again.critic_outputs(batch()).values, policy.critic_outputs(batch()).values)
     with pytest.raises(ConfigError, match=r"critic\.layers is 2, and the critic saved in .* has 1 layers; leave"):
         build_policy(*load_language_model(args), args, CriticConfig(layers=2, **SEPARATE))
@@ -189,8 +189,9 @@ def test_families_whose_layers_or_states_differ_are_read_cut_saved_and_loaded(fa
     for layers in (None, 1):
         policy = random_policy(family, shape, tokenizer, kind="separate", layers=layers)
         nn.init.normal_(policy.critic.head[-1].weight)
-        save_policy(tmp_path / str(layers), policy, tokenizer)
-        args = ModelConfig(name=str(tmp_path / str(layers)))
+        run = tmp_path / str(layers)
+        save_policy(run / "policy", policy, tokenizer, run / "critic")
+        args = ModelConfig(name=str(run / "policy"))
         again, _ = build_policy(*load_language_model(args), args, CriticConfig(**SEPARATE))
         close(again.critic_outputs(batch()).values, policy.critic_outputs(batch()).values)
 

@@ -29,7 +29,7 @@ from tokencredit.text.rewards.terms import score
 from tokencredit.user_code.parts import read_by_parts
 
 FIT_FILE = "prefix_fit.json"
-"""File of the fit in a policy's folder."""
+"""File of the fit in a critic's folder."""
 SHARE = 0.25
 """What scoring prefixes may cost, as a share of the policy's passes: a sampling step, the reference's, and three per
 epoch."""
@@ -256,7 +256,7 @@ class PrefixFit:
 
 
 def save_fit(folder: Path, fit: PrefixFit, every: int) -> None:
-    """Write what gives values to scores of prefixes into a policy's folder."""
+    """Write what gives values to scores of prefixes into a critic's folder."""
     alpha, beta = fit.coefficients()
     text = json.dumps({"every": every, "alpha": alpha.tolist(), "beta": beta.tolist()})
     (folder / FIT_FILE).write_text(text, encoding="utf-8")
@@ -265,7 +265,7 @@ def save_fit(folder: Path, fit: PrefixFit, every: int) -> None:
 def fitted_values(
     folder: Path, terms: Sequence[Term], prompts: PromptBatch, rollout: Rollout, tokenizer: Any
 ) -> Tensor:
-    """Values `[batch, time]` of any texts by the fit in a policy's folder; past its end they have its last α and β."""
+    """Values `[batch, time]` of any texts by the fit in a critic's folder; past its end they have its last α and β."""
     fit = read_object(folder / FIT_FILE, (folder / FIT_FILE).read_bytes())
     scores = prefix_scores(terms, prompts, rollout, tokenizer, fit["every"])
     at = torch.arange(scores.shape[1]).clamp(max=len(fit["alpha"]) - 1)

@@ -32,11 +32,11 @@ from tokencredit.text.models.model_loading import (
     load_tokenizer,
     resolve,
 )
-from tokencredit.text.models.peft_models import attached, merge, saved_config
+from tokencredit.text.models.peft_models import ADAPTER_CONFIG, attached, merge, saved_config
 from tokencredit.text.models.sharded_loading import Sharding
 
-HEAD_FILE, TRUNK_FOLDER = "value_head.safetensors", "critic"
-"""Names of a saved critic beside the policy's files."""
+HEAD_FILE = "value_head.safetensors"
+"""File of a saved critic's head in its folder, which is also the model folder of a trunk of its own."""
 BINS = 51
 """Bins of a head with `critic.loss: histogram`."""
 LAYERS, FITTED = "layers", "fitted"
@@ -110,12 +110,15 @@ class Critic(nn.Module):
         return hidden if self.tap is None else nn.functional.layer_norm(hidden, hidden.shape[-1:])
 
     def save_trunk(self, folder: Path, writes: bool) -> None:
-        """Write the trunk, if there is one, into a policy's folder; see `save_model`."""
+        """Write the trunk, if it has its own, into a critic's folder; see `save_model`."""
         if self.trunk is not None:
-            save_model(folder / TRUNK_FOLDER, self.trunk, writes)
+            save_model(folder, self.trunk, writes)
 
-    def save_head(self, folder: Path) -> None:
-        """Write the head into a policy's folder."""
+    def save_head(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the head into a critic's folder, and beside a trunk the tokenizer that it reads tokens of."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.trunk is not None:
+            tokenizer.save_pretrained(folder)
         weights = {key: value.contiguous() for key, value in self.head.state_dict().items()}
         save_file(weights, folder / HEAD_FILE, self.about or None)
 
@@ -172,20 +175,33 @@ def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:
 
 
 class SavedCritic(NamedTuple):
-    """Paths of a critic that a run saved beside its policy."""
+    """A critic that a run saved."""
 
-    name: str
-    """The policy's folder, as in the configuration."""
-    head: Path
+    folder: Path
     trunk: Path | None
+    """Its folder if it has a trunk of its own."""
+
+    @property
+    def head(self) -> Path:
+        """The file of its head."""
+        return self.folder / HEAD_FILE
+
+
+def critic_folder(policy: str) -> str:
+    """Name of the folder beside a policy's folder that holds its critic: `critic`, or for `best` `best-critic`."""
+    return "critic" if policy == "policy" else f"{policy}-critic"
 
 
 def saved_critic(name: str) -> SavedCritic | None:
-    """The critic saved in a local folder; None if there is none."""
-    head, trunk = (Path(name).expanduser() / part for part in (HEAD_FILE, TRUNK_FOLDER))
-    if not name or not head.is_file():
+    """The critic saved in a run's folder, in a critic's, or beside a policy's folder; None if there is none."""
+    path = Path(name).expanduser()
+    if not name or not path.is_dir():
         return None
-    return SavedCritic(name, head, trunk if (trunk / "config.json").is_file() else None)
+    places = (path, path / critic_folder("policy"), path.parent / critic_folder(path.name))
+    folder = next((place for place in places if (place / HEAD_FILE).is_file()), None)
+    if folder is None:
+        return None
+    return SavedCritic(folder, folder if (folder / "config.json").is_file() else None)
 
 
 def saved_start(args: CriticConfig, model: ModelConfig) -> SavedCritic | None:
@@ -220,9 +236,9 @@ def build_critic(
     shapes, own = ({key: x.shape for key, x in state.items()} for state in (weights, head.state_dict()))
     if kind_changed or newly_cut or about != critic.about or shapes != own:
         parts = "critic.kind, critic.layers, critic.head, critic.loss and critic.prefix_every"
-        return critic, [f"the critic saved in {saved.name} does not match {parts}: starting a new one"]
+        return critic, [f"the critic saved in {saved.folder} does not match {parts}: starting a new one"]
     head.load_state_dict(weights)
-    return critic, [f"the critic continues from the one saved in {saved.name}"]
+    return critic, [f"the critic continues from the one saved in {saved.folder}"]
 
 
 def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -258,24 +274,24 @@ def build_trunk(
     name, saved = args.name or model.name, saved_start(args, model)
     own = None if saved is None else saved.trunk
     if own is not None:
-        trunk = load_saved_trunk(name, own, lm, model, sharding)
+        trunk = load_saved_trunk(own, lm, model, sharding)
     elif args.name is not None:
-        trunk = load_trunk(args.name, model, sharding)
+        trunk = load_trunk(args.name, saved, model, sharding)
     else:
         trunk = copied_trunk(lm, model, sharding)
     count = trunk.config.get_text_config().num_hidden_layers
     if own is not None and args.layers not in (None, count):
         raise ConfigError(
-            f"critic.layers is {args.layers}, and the critic saved in {name!r} has {count} layers; leave it out"
+            f"critic.layers is {args.layers}, and the critic saved in {str(own)!r} has {count} layers; leave it out"
         )
     if (layers := layer_limit(args.layers, trunk)) is not None:
         cut_layers(trunk, layers)
     if args.name is not None or saved is not None:
         check_vocabulary(name, trunk, tokenizer)
         # A critic's folder may lack a tokenizer, from which some classes would make an empty one.
-        folder, files = resolve(name), ("tokenizer.json", "tokenizer_config.json")
-        if any(cached_file(folder, file, _raise_exceptions_for_missing_entries=False) for file in files):
-            check_same_ids(f"critic.name is {name!r}", load_tokenizer(replace(model, name=name)), tokenizer)
+        place, files = str(own or name), ("tokenizer.json", "tokenizer_config.json")
+        if any(cached_file(resolve(place), file, _raise_exceptions_for_missing_entries=False) for file in files):
+            check_same_ids(f"critic.name is {name!r}", load_tokenizer(replace(model, name=place)), tokenizer)
     return trunk
 
 
@@ -292,24 +308,33 @@ def copied_trunk(lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | N
     return load_model(AutoModelForCausalLM, model.name, resolve(model.name), model, sharding, trunk=True)
 
 
-def load_trunk(name: str, model: ModelConfig, sharding: Sharding | None = None) -> PreTrainedModel:
-    """Load the trunk of a model by name."""
+def load_trunk(
+    name: str, saved: SavedCritic | None, model: ModelConfig, sharding: Sharding | None = None
+) -> PreTrainedModel:
+    """Load the trunk of a model by name; `saved` is the critic that was found by that name, a head alone."""
+    if saved is not None and not any(
+        (Path(name).expanduser() / file).is_file() for file in ("config.json", ADAPTER_CONFIG)
+    ):
+        raise ConfigError(
+            f"critic.name is {name!r}, and the critic in {saved.folder} has no trunk of its own, since its critic.kind "
+            "was shared; give the policy that it belongs to, RUN/policy"
+        )
     folder = resolve(name)
     if saved_config(folder) is not None:
         raise ConfigError(
             f"critic.name is {name!r}, which holds an adapter instead of a critic's trunk; give a full model, "
-            "or the policy/ of a run whose critic.kind was separate"
+            "or a run whose critic.kind was separate"
         )
     return load_model(AutoModel, name, folder, model, sharding)
 
 
 def load_saved_trunk(
-    name: str, folder: Path, lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None = None
+    folder: Path, lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None = None
 ) -> PreTrainedModel:
-    """Load the trunk in this folder, of the critic saved beside the policy `name`."""
+    """Load the trunk in a critic's folder."""
     # AutoModel would load a wrapper around trunks such as OPT's.
     trunk_class = type(trunk_of(lm))
-    with as_config_error(f"a critic from {name!r}"):
+    with as_config_error(f"a critic from {str(folder)!r}"):
         config, _ = PreTrainedConfig.get_config_dict(folder)
     auto = trunk_class if trunk_class.__name__ in (config.get("architectures") or ()) else AutoModel
-    return load_model(auto, name, str(folder), model, sharding)
+    return load_model(auto, str(folder), str(folder), model, sharding)

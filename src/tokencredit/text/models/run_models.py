@@ -230,25 +230,33 @@ def check_trained(name: str, policy: ActorCritic) -> None:
         )
 
 
-def save_policy(folder: Path, policy: ActorCritic, tokenizer: PreTrainedTokenizerBase, *, writes: bool = True) -> None:
-    """Write a Hugging Face model or adapter folder, with the critic beside it.
+def save_policy(
+    folder: Path,
+    policy: ActorCritic,
+    tokenizer: PreTrainedTokenizerBase,
+    beside: Path | None = None,
+    *,
+    writes: bool = True,
+) -> None:
+    """Write a Hugging Face model or adapter folder, and the critic into a folder `beside` it.
 
-    If the policy is sharded, every process must call this, and one of them `writes`; that one gathers each model in
-    turn in the memory of its CPU.
+    Other programs read every weights file of a model's folder, so the critic has its own. If the policy is sharded,
+    every process must call this, and one of them `writes`; that one gathers each model in turn in the memory of its
+    CPU.
     """
-    if policy.adapter is None:
-        with bars_on_terminals():
+    critic = None if beside is None else policy.critic
+    with bars_on_terminals():
+        if policy.adapter is None:
             save_model(folder, policy.lm, writes)
-    if policy.critic is not None:
-        with bars_on_terminals():
-            policy.critic.save_trunk(folder, writes)
+        if critic is not None and beside is not None:
+            critic.save_trunk(beside, writes)
     if not writes:  # what follows is not collective, so a failure leaves no other process in it
         return
     if policy.adapter is not None:
         policy.adapter.save(folder)
     tokenizer.save_pretrained(folder)
-    if policy.critic is not None:
-        policy.critic.save_head(folder)
+    if critic is not None and beside is not None:
+        critic.save_head(beside, tokenizer)
 
 
 def load_source(source: ModelSource, which: str, processes: Processes, *, reference: bool = False) -> Models:
