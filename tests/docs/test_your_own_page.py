@@ -9,9 +9,9 @@ from helpers.configs import text_config
 from helpers.files import read_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own.md").read_text(encoding="utf-8")
-EXAMPLES = {
-    re.search(r"(?:def|class) (\w+)", block)[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S)
-}
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+EXAMPLES = {re.search(r"^(?:def|class) (\w+)", block, re.M)[1]: block for block in BLOCKS}
+LOOP = EXAMPLES.pop("Model")
 METRICS = {"soft_clip": "loss/bend", "FirstAndLast": "kl_of_last_minibatch"}
 
 
@@ -27,3 +27,8 @@ def test_an_example_runs(name, tmp_path):
     row = read_metrics(tmp_path / "run")[-1]
     assert row["advantage_std"] > 0
     assert METRICS.get(name, "reward") in row
+
+
+def test_the_loop_of_another_model_learns(capsys):
+    exec(LOOP, {})
+    assert float(capsys.readouterr().out.split()[-1]) > 0.5

@@ -89,6 +89,15 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """A context within the block in which the caller's handlers are back."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
     def overdue(self) -> bool:
         """True `GRACE` seconds after a signal that this process received."""
         return self.received is not None and time.monotonic() - self.since > GRACE

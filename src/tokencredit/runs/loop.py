@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -71,8 +72,31 @@ class Trainer(Protocol):
         """Write the run's final files; returns its summary."""
 
 
+Steps = Generator[int, str | None, Summary]
+"""A run in steps: yields the iterations done before the next one; what is sent, a reason, ends the run."""
+
+
 def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: Iterable[None] = ()) -> Summary:
-    """Run all remaining iterations, and return the run's summary.
+    """Run all remaining iterations, and return the run's summary; arguments and errors as in `steps`."""
+    remaining = steps(trainer, resume=resume, reserve=reserve, weights=weights, first=first)
+    while True:
+        try:
+            next(remaining)
+        except StopIteration as end:
+            summary: Summary = end.value
+            return summary
+
+
+def steps(
+    trainer: Trainer,
+    *,
+    resume: bool,
+    reserve: int,
+    weights: int,
+    first: Iterable[None] = (),
+    by_hand: bool = False,
+) -> Steps:
+    """The run's iterations, each done when the generator is advanced; the last one gives the summary.
 
     Args:
         trainer: the trainer.
@@ -80,6 +104,7 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
         reserve: bytes that `finish` writes.
         weights: bytes of the trained weights.
         first: work before the next iteration, in steps; a signal stops it between two.
+        by_hand: the caller works between iterations, and Ctrl-C is then the caller's.
 
     Raises:
         ConfigError: the run cannot start or resume.
@@ -92,12 +117,12 @@ def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: It
         raise ConfigError(f"resume_from_checkpoint is {resume!r}; it must be true or false, for the run in run.dir")
     try:
         with trainer.record.processes.watched(trainer.record.log):
-            return _run(trainer, resume, reserve, weights, first)
+            return (yield from _steps(trainer, resume, reserve, weights, first, by_hand))
     finally:
         trainer.record.folder.unlock()
 
 
-def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iterable[None]) -> Summary:
+def _steps(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iterable[None], by_hand: bool) -> Steps:
     record = trainer.record
     # The folder, and with `resume` the newest checkpoint. Rules that have stopped the run before stop it again.
     number, stopped_by = _begin(trainer, resume, reserve, weights)
@@ -110,6 +135,12 @@ def _run(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iter
                     stopped_by = _stopped_by(signal)
                     break
             while stopped_by is None and number < record.args.iterations:
+                with signals.released() if by_hand else nullcontext():
+                    stopped_by = yield number
+                if stopped_by:
+                    if number:
+                        record.checkpoint(number, *trainer.state())
+                    break
                 # One iteration, and its lines in metrics.jsonl and samples.jsonl.
                 number += 1
                 metrics, samples = trainer.iteration(number)

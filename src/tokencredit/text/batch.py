@@ -57,6 +57,8 @@ class Batch:
     """Transcripts of episodes of several turns; None if a completion is one turn."""
     pending: Mapping[str, PendingCall] = field(default_factory=dict)
     """Calls of reward terms that `Pipeline.start_rewards` has started."""
+    updates: int = 0
+    """In a loop by hand: updates of the policy before these completions were drawn."""
 
     # Filled by `Pipeline.score`.
     reference: ReferenceOutputs = ReferenceOutputs()  # noqa: RUF009  (immutable)

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ from tokencredit.text.turns.play import EpisodePlayer
 from tokencredit.user_code.user_objects import described
 
 T = TypeVar("T")
+Draw = Callable[[], Batch]
+"""Gives the next batch of completions: samples it, or waits for one that was begun ahead of time."""
 Stage = Callable[[str], AbstractContextManager[dict[str, Any]]]
 """Makes a context for a named stage; the stage puts its results into the context's dict."""
 MEMORY_ADVICE = {
@@ -64,13 +67,6 @@ class UnusableBatch(Exception):
         """`diverged` is true if the model's own numbers are not finite, false for a reward."""
         super().__init__(reason)
         self.rollout, self.texts, self.diverged = rollout, texts, diverged
-
-
-class Source(Protocol):
-    """Where a batch of completions comes from: sampled when it is needed, or ahead of time in the background."""
-
-    def sample(self, later: int) -> Batch:
-        """The next batch; `later` is the number of batches that are needed after it, beyond which none is begun."""
 
 
 @contextmanager
@@ -161,26 +157,30 @@ class Pipeline:
             UnusableBatch: a log-probability, value or reward is not finite, in any process.
             RewardError: a reward could not be computed.
         """
-        source = OneBatch(self, prompts, settings, uniforms, per_prompt)
-        return self.complete(source, settings, values=values, bootstrap=bootstrap, stage=stage)
+        draw = partial(self.sample, prompts, settings, uniforms, per_prompt)
+        return self.complete(draw, settings, values=values, bootstrap=bootstrap, stage=stage)
 
     def complete(
         self,
-        source: Source,
+        draw: Draw,
         settings: SamplingConfig,
-        later: int = 0,
         *,
         values: bool = False,
         bootstrap: bool = False,
         stage: Stage = no_stage,
     ) -> Batch:
-        """Take the next batch of a source and score it; `later` is as in `Source.sample`, all else as in `collect`."""
+        """Draw the next batch and score it; all else is as in `collect`."""
+        batch = self.drawn(draw, settings, values=values, stage=stage)
+        return self.scored(batch, settings, values=values, bootstrap=bootstrap, stage=stage)
+
+    def drawn(self, draw: Draw, settings: SamplingConfig, *, values: bool = False, stage: Stage = no_stage) -> Batch:
+        """The next batch, with values and entropies if they are read; arguments as in `complete`."""
         with stage("rollout") as results:
             # An engine that was lost is started again before anything is asked of it.
             self.engine.recover()
             # Sample. If one process fails, all do, as far as the engine allows.
             with self.engine.agreed():
-                batch = source.sample(later)
+                batch = draw()
             if batch.episodes is not None:
                 refuse_failed(batch.episodes, self.processes)
             # The critic's values of the states before tokens, unless the engine has computed them on its way.
@@ -194,6 +194,18 @@ class Pipeline:
                     entropies = evaluate_rollout(*of_policy, entropy=True).entropy
                 batch = replace(batch, rollout=replace(batch.rollout, entropy=entropies))
             results["rollout"] = batch.rollout
+        return batch
+
+    def scored(
+        self,
+        batch: Batch,
+        settings: SamplingConfig,
+        *,
+        values: bool = False,
+        bootstrap: bool = False,
+        stage: Stage = no_stage,
+    ) -> Batch:
+        """Score a batch and, for values, the prefixes of its completions; arguments and errors as in `collect`."""
         scored = self.score(batch, settings, bootstrap=bootstrap, stage=stage)
         if not (values and self.prefix_every and scoring(self.terms)):
             return scored
@@ -300,21 +312,6 @@ class Pipeline:
         return scores
 
 
-@dataclass(frozen=True)
-class OneBatch:
-    """The source of one batch, of these prompts; arguments as in `Pipeline.collect`."""
-
-    pipeline: Pipeline
-    prompts: PromptBatch | TaskBatch
-    settings: SamplingConfig
-    uniforms: Tensor
-    per_prompt: int = 1
-
-    def sample(self, later: int) -> Batch:  # noqa: ARG002  (the Source protocol)
-        """Sample the batch."""
-        return self.pipeline.sample(self.prompts, self.settings, self.uniforms, self.per_prompt)
-
-
 class Stages:
     """Runs and times a trainer's stages, and calls its callbacks.
 
@@ -335,8 +332,9 @@ class Stages:
             OutOfMemory: the stage ran out of memory.
             RunStopped: a callback raised, or set a metric to something other than a number.
         """
-        if name == "iteration":
+        if "iteration" in self.seconds:  # of the last one
             self.seconds = {}
+        before = sum(self.seconds.values()) if name == "iteration" else self.seconds.get(name, 0.0)
         self._call(f"before_{name}")
         results: dict[str, Any] = {}
         started = time.perf_counter()
@@ -348,7 +346,7 @@ class Stages:
             advice = MEMORY_ADVICE.get(name, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
             raise OutOfMemory(f"out of memory in its {name} stage; {advice}") from error
         self.trainer.pipeline.processes.settle()
-        self.seconds[name] = time.perf_counter() - started
+        self.seconds[name] = before + time.perf_counter() - started  # with samples taken by hand before
         self._call(f"after_{name}", **results)
         for metric, value in results.get("metrics", {}).items():
             if not isinstance(value, Real):

@@ -35,6 +35,7 @@ from tokencredit.text.rewards import calls
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import as_terms, build_terms
 from tokencredit.text.rewards.texts import last_message
+from tokencredit.text.sources.by_hand import NO_REWARD, HandedScores
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import EpisodePlayer, Framings
 from tokencredit.user_code.parts import read_by_parts
@@ -58,7 +59,8 @@ def check_arguments(
         raise ConfigError(
             f"model is a {type(model).__name__}, a module without a Transformers configuration; give a hub id, a "
             "folder, or a model of Transformers or PEFT, as AutoModelForCausalLM loads it; to train your own, make it "
-            "the trunk of a PreTrainedModel, which takes 12 lines: docs/python.md#your-own-model"
+            "the trunk of a PreTrainedModel, which takes 12 lines (docs/python.md#your-own-model), or write the loop "
+            "on tokencredit.core (docs/your-own.md#a-model-of-your-own)"
         )
     if not (model is None or isinstance(model, str | nn.Module)):
         raise ConfigError(
@@ -195,7 +197,7 @@ def next_steps(args: PPOConfig) -> dict[str, str]:
     """Commands and calls for a trained run, with their meaning."""
     prompt = " --prompt TEXT" if {"train_dataset", "environment_factory", "tools"} & set(args.python) else ""
     steps = {f"tokencredit generate RUN{prompt}": "completions of the trained policy"}
-    if args.run.save_every or args.python:
+    if (args.run.save_every or args.python) and args.python.get("reward_funcs") != []:
         steps["trainer.audit()" if args.python else "tokencredit audit RUN"] = "audit of the credit"
     return steps
 
@@ -226,11 +228,19 @@ def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterato
         yield f"{reduction}: longer completions weigh more than in GSPO's paper, which has ppo.reduction: sequence"
 
 
+READS_REWARD = (("eval", "every"), ("audit", "every"), ("critic", "pretrain"))
+"""Settings that score completions which no loop by hand has seen."""
+
+
 def load_terms(
     args: PPOConfig, reward_funcs: Any, device: torch.device, environments: Environments | None = None
 ) -> list[Term]:
     """Load the reward terms: `reward_funcs` or else those of the configuration, and the environment's own."""
     own = [] if environments is None else environments.terms()
+    if isinstance(reward_funcs, list | tuple) and not reward_funcs and not own:
+        if given := [f"{group}.{key}" for group, key in READS_REWARD if getattr(getattr(args, group), key)]:
+            raise ConfigError(f"{' and '.join(given)} needs a reward, and {NO_REWARD}; leave it out")
+        return [Term("scores", 1.0, HandedScores(), retries=0)]
     if reward_funcs is not None:
         terms = as_terms(reward_funcs, device)
     elif environments is not None and any(isinstance(term, DefaultReward) for term in args.reward):

@@ -34,7 +34,6 @@ from tokencredit.settings.run_kind import TEXT, own_parts, refuse_python
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text import ppo_setup as setup
-from tokencredit.text.ahead import CurrentPolicy, SamplesAhead
 from tokencredit.text.audit.completion_auditor import CompletionAuditor
 from tokencredit.text.audit.limit import limit_metrics
 from tokencredit.text.batch import Batch
@@ -56,6 +55,8 @@ from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rollout_passes import rollout_logprobs
 from tokencredit.text.run_parts import parts_of, with_labels
+from tokencredit.text.sources.ahead import CurrentPolicy, SamplesAhead
+from tokencredit.text.sources.by_hand import NO_REWARD, LoopByHand
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import episode_events
 from tokencredit.user_code.parts import load_parts
@@ -64,11 +65,11 @@ if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
 
-class PPOTrainer:
+class PPOTrainer(LoopByHand):
     """Trains a causal language model with PPO from a reward on its texts.
 
-    `PPOTrainer().train()` is what `tokencredit train` does. Arguments have the names and types of TRL's GRPOTrainer;
-    omitted ones come from `args`. Global RNG state is preserved.
+    `PPOTrainer().train()` is what `tokencredit train` does; `sample` and `learn` are the same by hand. Arguments have
+    the names and types of TRL's GRPOTrainer; omitted ones come from `args`. Global RNG state is preserved.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class PPOTrainer:
 
         Args:
             model: a hub id, a folder, or a loaded model or PeftModel, trained in place.
-            reward_funcs: a function, a reward model, or a list of them; see `rewards.terms.as_terms`.
+            reward_funcs: a function, a reward model, or a list of them, see `rewards.terms.as_terms`; an empty list
+                if `learn` is given the scores.
             args: the configuration.
             train_dataset: rows with prompts, as a `datasets.Dataset` or a list of dicts.
             eval_dataset: the same, for evaluation.
@@ -108,10 +110,10 @@ class PPOTrainer:
         if model is not None:
             name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", ""))
             args = replace(args, model=replace(args.model, name=name))
-        loaded = None if isinstance(model, str) else model
         given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
         given |= {"tools": tools or None, "environment_factory": environment_factory, "peft_config": peft_config}
-        given |= {"callbacks": callbacks or None, "model": loaded, "processing_class": processing_class}
+        loaded = {"model": None if isinstance(model, str) else model, "processing_class": processing_class}
+        given |= loaded | {"callbacks": callbacks or None}
         given = {argument: value for argument, value in given.items() if value is not None}
         given |= {key: part for key, part in own_parts(args).items() if not isinstance(part, str)}
         refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
@@ -126,8 +128,7 @@ class PPOTrainer:
             lm, self.tokenizer = run_models.load_start(args.model, model, processing_class, sharding)
             precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
             replace(args, model=replace(args.model, dtype=precision.dtype))  # checked with the dtype that `auto` picks
-            rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-            prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, *rows.values())
+            prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, train_dataset, eval_dataset)
             self.prompts, self.eval_prompts = prepared
             before = None if args.run.dir is None else read_choices(Path(args.run.dir)).get("critic.prefix_every")
             chosen = choose_spacing(self.loaded, terms, lm, self.prompts, before)
@@ -140,7 +141,7 @@ class PPOTrainer:
             parts = lm, self.tokenizer, precision, peft_config, model is None or isinstance(model, str), sharding
             models = run_models.build_models(chosen, *parts)
             setup.check_terms(terms, models, self.prompts, self.eval_prompts)
-            self.rng = rng.torch_state()
+            self.rng = rng.random_state()
         self._assemble(models, terms, environments, callbacks)
 
     def _assemble(
@@ -154,11 +155,11 @@ class PPOTrainer:
         remarks = setup.remarks(args, self.prompts, sharded=self.sharded)
         self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks]
         setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
-        first = share_of_rows(self.processes, args.rollout.batch_size, args.rollout.per_prompt).start
+        self.rows = args.rollout.batch_size
+        first = share_of_rows(self.processes, self.rows, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
         self.auditor = CompletionAuditor(self.pipeline, self.credit, self.prompts, args.audit)
-        self.learner = build_learner(args, models, self.processes)
-        self.stages = Stages(self, callbacks)
+        self.learner, self.stages = build_learner(args, models, self.processes), Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
         self.stream = BatchStream(self.prompts, args.rollout, self.processes, seed=2 * args.seed)
         self.source = CurrentPolicy(self.pipeline, self.stream)
@@ -185,16 +186,23 @@ class PPOTrainer:
                 computed, a file could not be written, or memory ran out. The policy trained so far is saved.
             KeyboardInterrupt: raised again after the policy is saved; a second Ctrl-C skips saving.
         """
+        if self.handed_scores is not None:
+            raise ConfigError(f"train() needs a reward: {NO_REWARD}")
+        with rng.isolated():
+            rng.set_torch_state(self.rng)
+            try:
+                return run(self, **self.start(resume_from_checkpoint))
+            finally:
+                self.source.close()
+
+    def start(self, resume: bool) -> dict[str, Any]:
+        """Arguments of `runs.loop.steps`."""
+        self.stages.seconds.clear()
         for line in filter(None, (prompts.dropped() for prompts in dict.fromkeys([self.prompts, self.eval_prompts]))):
             self.record.screen.say(line)
         reserve = nbytes(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
-        with rng.isolated():
-            rng.set_torch_state(self.rng)
-            trained = nbytes(trainable(self.policy))
-            try:
-                return run(self, resume=resume_from_checkpoint, reserve=reserve, weights=trained, first=self.pretrain())
-            finally:
-                self.source.close()
+        sizes = {"reserve": reserve, "weights": nbytes(trainable(self.policy))}
+        return {"resume": resume, "first": self.pretrain()} | sizes
 
     def audit(self, settings: AuditConfig | None = None) -> dict[str, Any]:
         """Audit the trained policy: writes audit.json and the page, and returns the audit; see docs/audit.md.
@@ -265,9 +273,8 @@ class PPOTrainer:
     def collect(self) -> Batch:
         """Sample the next batch from the current policy, and score it; errors as in `Pipeline.collect`."""
         later = max(self.args.run.iterations - len(self.record.history) - 1, 0)
-        bootstrap = self.args.advantage.bootstrap
-        arguments = self.source, self.args.rollout, later
-        scored = self.pipeline.complete(*arguments, values=True, bootstrap=bootstrap, stage=self.stages)
+        batch = self.handed or self.pipeline.drawn(partial(self.source.sample, later), **self.drawing())
+        scored = self.scored(batch)
         for metric, line in episode_events(scored.episodes or ()).items():
             if metric not in self.reported:
                 self.reported.add(metric)
@@ -283,7 +290,7 @@ class PPOTrainer:
             metrics = results["metrics"] = self.learner.update(experience, on_step=on_step, each=each)
             # The KL coefficient of the next iteration follows the KL of this one's samples.
             if kl is not None:
-                self.credit.kl.update(kl, self.args.rollout.batch_size)
+                self.credit.kl.update(kl, self.rows)
             self.updated = dict(metrics)  # whatever fails from here on, the iteration counts
         self.pipeline.weights_changed(self.record.event)
         self.source.weights_changed()
@@ -295,7 +302,7 @@ class PPOTrainer:
         if not count:
             return []
         rollout = batch.rollout if count == "all" else batch.rollout.head(max(count - first, 0))
-        used = self.learner.used_advantages(experience, first, self.args.rollout.batch_size)
+        used = self.learner.used_advantages(experience, first, self.rows)
         logprobs: Tensor = rollout.logprobs
         if len(rollout.mask) or self.pipeline.lockstep is not None:
             with self.pipeline.precision.no_grad():

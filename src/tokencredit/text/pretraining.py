@@ -15,10 +15,10 @@ from tokencredit.learn.learner import Learner
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import duration, figure
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.ahead import CurrentPolicy
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch, count_step
+from tokencredit.text.sources.ahead import CurrentPolicy
 
 FILE = "pretrain.jsonl"
 PATIENCE, RISE = 10, 0.01
@@ -83,7 +83,7 @@ class Pretraining:
         settings, advantage, processes = self.args.rollout, self.args.advantage, self.pipeline.processes
         try:
             scored = self.pipeline.complete(
-                self.source, settings, values=True, bootstrap=advantage.bootstrap, stage=self.stages
+                partial(self.source.sample, 0), settings, values=True, bootstrap=advantage.bootstrap, stage=self.stages
             )
         except UnusableBatch as bad:
             self.record.bad_step(0, str(bad), bad.rollout.inputs(), texts=bad.texts)

@@ -27,8 +27,8 @@ class CurrentPolicy:
         """Sample nothing yet."""
         self.pipeline, self.stream = pipeline, stream
 
-    def sample(self, later: int) -> Batch:  # noqa: ARG002  (the Source protocol)
-        """Sample the next batch."""
+    def sample(self, later: int) -> Batch:  # noqa: ARG002  (of `SamplesAhead`)
+        """Sample the next batch; `later` is the number that is needed after it, beyond which none is begun."""
         prompts, uniforms = self.stream.next_batch()
         settings = self.stream.settings
         return self.pipeline.sample(prompts, settings, uniforms, settings.per_prompt)

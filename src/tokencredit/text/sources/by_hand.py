@@ -1,0 +1,394 @@
+"""The loop by hand: a trainer's `sample`, `score` and `learn`, over the parts and the run loop that `train` uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tokencredit.distributed.processes import Processes
+from tokencredit.errors import ConfigError, RunStopped, quoted
+from tokencredit.learn import rng
+from tokencredit.runs.loop import Steps, steps
+from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.summary import Summary
+from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.batch import EMPTY, Batch
+from tokencredit.text.credit import Credit
+from tokencredit.text.data.prompts import PromptBatch, Prompts
+from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.data.stream import BatchStream
+from tokencredit.text.models.model_loading import max_prompt_length
+from tokencredit.text.pipeline import Pipeline, Stages, no_stage
+from tokencredit.text.rewards.calls import Term
+from tokencredit.text.rewards.terms import score
+from tokencredit.text.rollout_passes import ReferenceOutputs, evaluate_rollout
+
+NO_REWARD = "reward_funcs is [], for a loop by hand whose learn(batch, scores) gets the scores"
+
+
+class HandedScores:
+    """The reward of a loop by hand: the scores that `learn` was given."""
+
+    scores: Any = None
+
+    def __call__(self, prompts: Any, completions: Any, **columns: Any) -> Any:
+        """The scores; `ConfigError` for completions of which there are none."""
+        del prompts, completions, columns
+        if self.scores is None:
+            raise ConfigError(f"scores of these completions are not known: {NO_REWARD}")
+        return self.scores
+
+
+class LoopByHand:
+    """The methods of a loop by hand.
+
+    A run begins with the first call, or with `begin`. Its iterations are `learn`s, recorded as those of `train`; the
+    last of `run.iterations`, a stopping rule or `close` ends it. As a context manager the trainer closes the run, or
+    saves it after an error.
+
+    Attributes:
+        summary: the run's summary; None until it has ended.
+    """
+
+    args: PPOConfig
+    loaded: PPOConfig
+    processes: Processes
+    pipeline: Pipeline
+    credit: Credit
+    stream: BatchStream
+    stages: Stages
+    record: RunRecord
+    tokenizer: Any
+    rng: dict[str, Any]
+    reported: set[str]
+    rows: int
+    """Completions of the batch, over all processes."""
+    handed: Batch | None = None
+    """The batch that `learn` was given."""
+    summary: Summary | None = None
+    remaining: Steps | None = None
+
+    def start(self, resume: bool) -> dict[str, Any]:
+        """Arguments of `runs.loop.steps`."""
+        raise NotImplementedError
+
+    @property
+    def ended(self) -> bool:
+        """True once the run has ended, also by an error."""
+        return self.remaining is not None and getgeneratorstate(self.remaining) == GEN_CLOSED
+
+    @property
+    def handed_scores(self) -> HandedScores | None:
+        """The reward that `learn` is given; None if the run has one of its own."""
+        own = [term.function for term in self.pipeline.terms if isinstance(term.function, HandedScores)]
+        return own[0] if own else None
+
+    def begin(self, resume_from_checkpoint: bool = False) -> int:
+        """Begin the run, or resume it; returns the iterations done. Errors as in `train`."""
+        if self.args.rollout.max_age:
+            raise ConfigError("rollout.max_age samples ahead of train(); leave it out in a loop by hand")
+        if self.remaining is not None:
+            raise ConfigError("the run has begun already; make another trainer to resume it")
+        self.remaining = steps(self, **self.start(resume_from_checkpoint), by_hand=True)  # type: ignore[arg-type]
+        return self._advance()
+
+    def sample(self, prompts: Any = None, *, max_new_tokens: int | None = None) -> Batch:
+        """Sample `rollout.per_prompt` completions of each prompt from the current policy.
+
+        Args:
+            prompts: texts, conversations, rows with columns for reward functions, or lists of token ids; this process's
+                own, if there are several. None takes the next `rollout.batch_size` of the run's prompts.
+            max_new_tokens: longest completion, at most `rollout.max_new_tokens`.
+
+        Returns:
+            A batch: its `completions` are texts, `rollout` has the tensors and `prompts` the prompts.
+        """
+        settings: RolloutConfig = self.loaded.rollout
+        if max_new_tokens is not None:
+            if not settings.min_new_tokens <= max_new_tokens <= settings.max_new_tokens:
+                limits = f"{max(settings.min_new_tokens, 1)} to {settings.max_new_tokens}, rollout.max_new_tokens"
+                raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be {limits}")
+            settings = replace(settings, max_new_tokens=max_new_tokens)
+        with self._running():
+            if prompts is None:
+                rows, uniforms = self.stream.next_batch()
+            else:
+                rows = self._prompts(prompts, repeat=settings.per_prompt)
+                own, total = self._rows_of(len(rows.ids))
+                uniforms = torch.rand(total, settings.max_new_tokens, generator=self.stream.generator)[own]
+            draw = partial(self.pipeline.sample, rows, settings, uniforms, settings.per_prompt)
+            batch = self.pipeline.drawn(draw, **self.drawing())
+            return replace(batch, updates=len(self.record.history))
+
+    def adopt(self, prompts: Any, completion_ids: Sequence[Any], logprobs: Sequence[Any] | None = None) -> Batch:
+        """A batch of completions that were sampled elsewhere.
+
+        Args:
+            prompts: as in `sample`, one per completion.
+            completion_ids: token ids of each completion, the end-of-sequence token included if it has one.
+            logprobs: log-prob with which each token was drawn; None for those of the policy.
+        """
+        with self._running():
+            rows = self._prompts(prompts)
+            ids = [torch.as_tensor(row).flatten().long() for row in completion_ids]
+            drawn = None if logprobs is None else [torch.as_tensor(row).flatten().float() for row in logprobs]
+            self._check_adopted(rows, ids, drawn)
+            draw = partial(self._adopted, rows.to(self.pipeline.precision.device), ids, drawn)
+            batch = self.pipeline.drawn(draw, **self.drawing())
+            return replace(batch, updates=len(self.record.history))
+
+    def score(self, batch: Batch) -> Batch:
+        """The batch with reference log-probs and the scores of the run's reward, which `learn` then takes as it is.
+
+        `total_scores()` of it are the scores, `[completions]`.
+        """
+        with self._running():
+            return self.scored(self._by_current_policy(batch))
+
+    def learn(self, batch: Batch, scores: Any = None) -> dict[str, float]:
+        """Do an iteration on a batch: credit, update, records, and what else is due; returns its metrics.
+
+        Args:
+            batch: from `sample`, `adopt` or `score`, of any size.
+            scores: one number per completion, or a list of one per token; None for the run's own reward.
+
+        Raises:
+            ConfigError: the scores do not fit; nothing has changed.
+            RunStopped: as in `train`.
+        """
+        given = self.handed_scores
+        if not isinstance(batch, Batch):
+            raise ConfigError(f"batch is {quoted(batch)}; it must come from sample, adopt or score")
+        if scores is not None and given is None:
+            names = ", ".join(term.name for term in self.pipeline.terms)
+            raise ConfigError(
+                f"learn got scores, and the run has a reward of its own, {names}: leave them out, or give PPOTrainer "
+                "reward_funcs=[]"
+            )
+        if given is not None:
+            if scores is None:
+                raise ConfigError(f"learn got no scores, and {NO_REWARD}")
+            self._check_scores(batch, scores)
+            given.scores = scores
+        with self._running():
+            self.handed = self._by_current_policy(batch)
+            own, self.rows = self._rows_of(len(batch.completions))
+            self.credit.first = own.start
+        try:
+            self._advance()
+        finally:
+            self.handed = None
+            if given is not None:
+                given.scores = None
+        return {name: x for name, x in self.record.history[-1].items() if x == x}
+
+    def close(self) -> Summary:
+        """End the run, unless it has ended: checkpoint, policy, summary, page; returns the summary."""
+        if self.summary is None:
+            with self._running():
+                pass
+            self._advance("close()")
+        assert self.summary is not None
+        return self.summary
+
+    def __enter__(self) -> LoopByHand:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self.remaining is not None and not self.ended:
+            with self._own_rng():
+                self.remaining.throw(error)  # saves what was learned, and raises as `train` would
+
+    def drawing(self) -> dict[str, Any]:
+        """Arguments of `Pipeline.drawn`."""
+        return {"settings": self.loaded.rollout, "values": True, "stage": self.stages}
+
+    def scored(self, batch: Batch) -> Batch:
+        """The batch scored for training, unless it is."""
+        if batch.scores is not EMPTY:
+            return batch
+        bootstrap = self.args.advantage.bootstrap
+        return self.pipeline.scored(batch, **self.drawing(), bootstrap=bootstrap)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """A context in a run that has begun and not ended, with its own random numbers."""
+        if self.remaining is None:
+            self.begin()
+        assert self.remaining is not None
+        if self.ended:
+            raise ConfigError(
+                f"the run in {str(self.record.folder.path)!r} has ended, after {len(self.record.history)} of "
+                f"{self.args.run.iterations} iterations (run.iterations); make another trainer, to resume it or anew"
+            )
+        with self._own_rng():
+            yield
+
+    @contextmanager
+    def _own_rng(self) -> Iterator[None]:
+        with rng.isolated():
+            rng.set_random_state(self.rng)
+            try:
+                yield
+            finally:
+                self.rng = rng.random_state()
+
+    def _advance(self, stopped_by: str | None = None) -> int:
+        """Go on to the next iteration, or to the end; returns the iterations done."""
+        assert self.remaining is not None
+        with self._own_rng():
+            try:
+                return self.remaining.send(stopped_by)
+            except StopIteration as end:
+                self.summary = end.value
+                return len(self.record.history)
+
+    def _rows_of(self, count: int) -> tuple[slice, int]:
+        """This process's rows among those of all processes, and their number."""
+        counts = self.processes.gather(torch.tensor([count], device=self.processes.device)).tolist()
+        first = sum(counts[: self.processes.rank])
+        return slice(first, first + count), sum(counts)
+
+    def _prompts(self, prompts: Any, repeat: int = 1) -> PromptBatch:
+        """Prompts as a batch, each `repeat` times."""
+        config, limit = self.loaded.prompts, self._room()
+        self._report_prompts()
+        if self.pipeline.player is not None:
+            raise ConfigError("prompts are the environment's; call sample() without any, and adopt no completions")
+        if isinstance(prompts, Mapping) or (not isinstance(prompts, str) and len(prompts) == 0):
+            raise ConfigError(
+                f"prompts is {quoted(prompts)}; it must be a list of texts, conversations, rows or lists of token ids"
+            )
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        if all(map(is_ids, listed)):
+            ids = [torch.as_tensor(row).flatten().tolist() for row in listed]
+            wrong = [number for number, row in enumerate(ids) if not 0 < len(row) <= (limit or len(row))]
+            if wrong:
+                raise ConfigError(f"prompt {wrong[0]} has {len(ids[wrong[0]])} tokens; it must have 1 to {limit}")
+            texts = [str(text) for text in self.tokenizer.batch_decode(ids)]
+            pad = self.tokenizer.pad_token_id or 0
+            batch = PromptBatch.padded([*texts], texts, ids, {}, pad)
+        else:
+            if not isinstance(listed[0], str | Mapping):
+                listed = [{config.column: prompt} for prompt in listed]
+            template = config.template if isinstance(listed[0], Mapping) and config.column not in listed[0] else None
+            overlong = "error" if config.overlong == "drop" else config.overlong
+            config = replace(config, template=template, overlong=overlong)
+            batch = Prompts(listed, self.tokenizer, config, name="prompts", limit=limit).batch(0, len(listed))
+        return batch.select([row for row in range(len(batch.ids)) for _ in range(repeat)]) if repeat > 1 else batch
+
+    def _report_prompts(self) -> None:
+        """Log, once, that the run's prompts are not those of its configuration."""
+        if "prompts" not in self.reported:
+            self.reported.add("prompts")
+            self.record.event("prompts come from calls in Python, not from the configuration")
+
+    def _room(self) -> int | None:
+        return max_prompt_length(
+            self.pipeline.policy.lm, self.loaded.rollout.max_new_tokens, self.loaded.ppo.micro_batch_tokens
+        )
+
+    def _check_adopted(self, rows: PromptBatch, ids: list[Tensor], logprobs: list[Tensor] | None) -> None:
+        """Raise `ConfigError` unless prompts, completions and log-probs belong together."""
+        longest, group = self.loaded.rollout.max_new_tokens, self.loaded.rollout.per_prompt
+        for name, number in (("completions", len(ids)), ("lists of logprobs", len(logprobs or ids))):
+            if number != len(rows.ids):
+                raise ConfigError(f"there are {len(rows.ids)} prompts and {number} {name}; give one per prompt")
+        for number, row in enumerate(ids):
+            if not 0 < len(row) <= longest:
+                raise ConfigError(
+                    f"completion {number} has {len(row)} tokens; it must have 1 to {longest}, at most "
+                    "rollout.max_new_tokens"
+                )
+            if logprobs is not None and len(logprobs[number]) != len(row):
+                raise ConfigError(f"completion {number} has {len(row)} tokens and {len(logprobs[number])} logprobs")
+        texts = rows.contents()
+        if len(texts) % group or any(texts[i] != texts[i - i % group] for i in range(len(texts))):
+            raise ConfigError(
+                f"rollout.per_prompt is {group}: give as many completions of each prompt, one after another"
+            )
+
+    def _adopted(self, rows: PromptBatch, ids: list[Tensor], logprobs: list[Tensor] | None) -> Batch:
+        """The batch of adopted completions, with log-probs of the policy."""
+        device, engine, settings = rows.ids.device, self.pipeline.engine, self.loaded.rollout
+
+        def padded(tensors: list[Tensor], value: float = 0) -> Tensor:
+            return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
+
+        mask = padded([torch.ones_like(row, dtype=torch.bool) for row in ids])
+        tokens = padded(ids, int(engine.end_ids[0]) if engine.end_ids else 0)
+        ended = [settings.stop_at_eos and int(row[-1]) in engine.end_ids for row in ids]
+        rollout = Rollout(
+            prompt_ids=rows.ids,
+            prompt_mask=rows.mask,
+            response_ids=tokens,
+            mask=mask,
+            logprobs=torch.zeros(mask.shape, device=device),
+            values=None,
+            truncated=~torch.tensor(ended, device=device),
+            behavior_logprobs=None if logprobs is None else padded(logprobs),
+        )
+        if settings.stop:
+            texts = rollout.texts(self.tokenizer, skip_special_tokens=False)
+            stopped = torch.tensor([any(stop in text for stop in settings.stop) for text in texts], device=device)
+            rollout.truncated &= ~stopped
+        rollout = self._evaluated(rollout)
+        return Batch(rows, rollout, rollout.texts(self.tokenizer))
+
+    def _evaluated(self, rollout: Rollout) -> Rollout:
+        """The rollout with log-probs of the current policy."""
+        pipeline = self.pipeline
+        with pipeline.precision.no_grad():
+            temperature = self.loaded.rollout.temperature
+            return evaluate_rollout(pipeline.policy, rollout, temperature, pipeline.budget, pipeline.lockstep)
+
+    def _by_current_policy(self, batch: Batch) -> Batch:
+        """The batch, with the age of its tokens and new log-probs, values and scores if it is older than the policy."""
+        age = len(self.record.history) - batch.updates
+        if age == 0:
+            return batch
+        rollout = batch.rollout
+        if rollout.behavior_logprobs is None:
+            rollout = replace(rollout, behavior_logprobs=rollout.logprobs)
+        rollout = self._evaluated(replace(rollout, values=None, entropy=None, age=age * rollout.mask.long()))
+        older = replace(batch, rollout=rollout, reference=ReferenceOutputs(), scores=EMPTY, prefixes=None, pending={})
+        drawn = self.pipeline.drawn(lambda: older, **self.drawing() | {"stage": no_stage})
+        return replace(drawn, updates=len(self.record.history))
+
+    def _check_scores(self, batch: Batch, scores: Any) -> None:
+        """Raise `ConfigError` unless there is a score for each completion."""
+        reward, lengths = HandedScores(), batch.rollout.mask.sum(1).tolist()
+        reward.scores = scores
+        try:
+            score(
+                [Term("scores", 1.0, reward, retries=0)],
+                batch.prompts.questions(),
+                batch.answers(),
+                {},
+                lengths,
+                finite=False,
+            )
+        except RunStopped as error:
+            raise ConfigError(str(error)) from error
+
+
+def is_ids(prompt: Any) -> bool:
+    """True for token ids: a tensor, an array, or a list of integers."""
+    if isinstance(prompt, Tensor | np.ndarray):
+        return True
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(x, int) for x in prompt)

@@ -1,0 +1,145 @@
+import json
+
+import pytest
+import torch
+
+from helpers.configs import text_config
+from helpers.files import read_events, read_jsonl, read_metrics
+from helpers.runs import assert_same
+from tokencredit.errors import ConfigError
+from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.training import EvalConfig
+from tokencredit.text.ppo_trainer import PPOTrainer
+
+PROMPTS = ["This movie was", "The actors", "Honestly"]
+
+
+def short(completions, **columns):
+    return [-len(text) / 100 for text in completions]
+
+
+def by_hand(folder, iterations=2, **groups):
+    return PPOTrainer(reward_funcs=[], args=text_config(folder, iterations, **groups))
+
+
+def learn(trainer, prompts=PROMPTS):
+    batch = trainer.sample(prompts)
+    return trainer.learn(batch, short(batch.completions))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A loop of two iterations: its folder, trainer, and metrics of each."""
+    folder = tmp_path_factory.mktemp("hand") / "run"
+    with by_hand(folder) as trainer:
+        metrics = [learn(trainer), learn(trainer, PROMPTS[:2])]
+    return folder, trainer, metrics
+
+
+def test_a_loop_by_hand_over_the_runs_prompts_and_reward_is_train(tmp_path):
+    PPOTrainer(reward_funcs=short, args=text_config(tmp_path / "train", 2)).train()
+    trainer = PPOTrainer(reward_funcs=short, args=text_config(tmp_path / "hand", 2))
+    state = torch.get_rng_state()
+    while trainer.summary is None:
+        scored = trainer.score(trainer.sample())
+        assert scored.total_scores().tolist() == pytest.approx(short(scored.completions))
+        trainer.learn(scored)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(tmp_path / "train", tmp_path / "hand")
+
+
+def test_a_loop_leaves_the_files_of_a_run_and_batches_may_differ_in_size(whole):
+    folder, trainer, metrics = whole
+    assert [row["iteration"] for row in read_metrics(folder)] == [1, 2]
+    assert [row["tokens"] for row in metrics] == [row["tokens"] for row in read_metrics(folder)]
+    assert metrics[1]["tokens"] <= 2 * 8 < metrics[0]["tokens"]
+    assert metrics[0]["seconds/rollout"] > 0
+    assert trainer.close() is trainer.summary
+    assert trainer.summary["stopped_by"] == "iterations"
+    assert (folder / "policy" / "model.safetensors").is_file()
+    assert {row["prompt"] for row in read_jsonl(folder / "samples.jsonl")} <= set(PROMPTS)
+    assert "prompts come from calls in Python, not from the configuration" in read_events(folder)
+    with pytest.raises(ConfigError, match="has ended, after 2 of 2 iterations"):
+        trainer.sample(PROMPTS)
+
+
+def test_a_loop_that_was_closed_is_resumed_where_it_was(whole, tmp_path):
+    with by_hand(tmp_path / "run") as trainer:
+        learn(trainer)
+    assert trainer.summary["stopped_by"] == "close()"
+    trainer = by_hand(tmp_path / "run")
+    assert trainer.begin(resume_from_checkpoint=True) == 1
+    learn(trainer, PROMPTS[:2])
+    assert_same(whole[0], tmp_path / "run")
+
+
+def test_an_error_in_the_loop_saves_what_was_learned(tmp_path):
+    def loop():
+        with by_hand(tmp_path / "run") as trainer:
+            learn(trainer)
+            trainer.learn(trainer.sample(PROMPTS), [1 / 0] * 3)
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["iterations"] == 1
+    assert (tmp_path / "run" / "policy").is_dir()
+
+
+def test_completions_of_elsewhere_are_those_of_the_policy(tmp_path):
+    trainer = by_hand(tmp_path / "run")
+    batch = trainer.sample(PROMPTS)
+    rollout = batch.rollout
+    ids = [row[: int(mask.sum())] for row, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
+    prompts = [row[mask] for row, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)]
+    drawn = [[-1.0] * len(row) for row in ids]
+    for given in (PROMPTS, [row.tolist() for row in prompts]):
+        adopted = trainer.adopt(given, ids, drawn)
+        assert adopted.completions == batch.completions
+        assert adopted.prompts.texts == batch.prompts.texts
+        torch.testing.assert_close(adopted.rollout.logprobs, rollout.logprobs)
+        torch.testing.assert_close(adopted.rollout.values, rollout.values)
+        assert torch.equal(adopted.rollout.truncated, rollout.truncated)
+    # A score per token, and draws with another log-prob than the policy's.
+    metrics = trainer.learn(adopted, [[-0.1] * len(row) for row in ids])
+    assert metrics["reward"] == pytest.approx(-0.1 * sum(map(len, ids)) / 3)
+    assert "behavior_logprobs" in read_jsonl(tmp_path / "run" / "samples.jsonl")[0]
+    # A batch from before that update is older than the policy.
+    old = trainer.learn(batch, [0.0] * 3)
+    assert old["age_mean"] == 1
+    assert trainer.summary is not None
+
+
+MISTAKES = {
+    "got no scores": lambda trainer, batch: trainer.learn(batch),
+    "returned 2 numbers for 3 completions": lambda trainer, batch: trainer.learn(batch, [0.0, 1.0]),
+    "must be a number": lambda trainer, batch: trainer.learn(batch, ["good"] * 3),
+    "it must come from sample": lambda trainer, batch: trainer.learn(batch.completions, [0.0] * 3),
+    "max_new_tokens is 9; it must be 1 to 8": lambda trainer, batch: trainer.sample(PROMPTS, max_new_tokens=9),
+    "prompts is": lambda trainer, batch: trainer.sample({"prompt": PROMPTS}),
+    "prompt 0 has 600 tokens": lambda trainer, batch: trainer.sample([[5] * 600]),
+    "3 prompts and 1 completions": lambda trainer, batch: trainer.adopt(PROMPTS, [[5, 6]]),
+    "completion 0 has 9 tokens; it must have 1 to 8": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5] * 9]),
+    "2 tokens and 1 logprobs": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5, 6]], [[-1.0]]),
+    "has begun already": lambda trainer, batch: trainer.begin(),
+    "train.. needs a reward": lambda trainer, batch: trainer.train(),
+}
+
+
+def test_a_mistake_is_said_and_the_loop_goes_on(tmp_path):
+    trainer = by_hand(tmp_path / "run", rollout=RolloutConfig(batch_size=3, max_new_tokens=8, min_new_tokens=1))
+    batch = trainer.sample(PROMPTS, max_new_tokens=4)
+    assert batch.rollout.mask.sum(1).max() <= 4
+    for message, call in MISTAKES.items():
+        with pytest.raises(ConfigError, match=message):
+            call(trainer, batch)
+    trainer.learn(batch, torch.zeros(3))
+    assert trainer.close()["iterations"] == 1
+
+
+def test_scores_need_a_trainer_without_a_reward(tmp_path):
+    trainer = PPOTrainer(reward_funcs=short, args=text_config(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"a reward of its own, short: leave them out, or give PPOTrainer reward_fun"):
+        trainer.learn(trainer.sample(), [0.0] * 8)
+    trainer.close()
+    with pytest.raises(ConfigError, match=r"eval.every needs a reward, and reward_funcs is \[\]"):
+        by_hand(tmp_path / "other", eval=EvalConfig(every=1))
