@@ -7,8 +7,9 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import settings_of, unknown_key
-from tokencredit.settings.foreign_names import ANSWERS, NONE, trl_names
+from tokencredit.settings.foreign_names import trl_names
 from tokencredit.settings.offline import DPOConfig, DPOLossConfig, SFTConfig
+from tokencredit.settings.projects import projects
 from tokencredit.settings.run_kind import RUN_KINDS
 from tokencredit.settings.text import PPOConfig
 
@@ -24,7 +25,7 @@ FOREIGN = [
     (PPOConfig, "adap_kl_ctrl", "here it is kl.target"),
     (PPOConfig, "early_stopping", "here it is ppo.target_kl, stop.kl, stop.reward"),
     (PPOConfig, "num_generations", "here it is rollout.per_prompt (docs/from-trl.md)"),
-    (PPOConfig, "ref_model", "it has no counterpart here (docs/from-trl.md)"),
+    (PPOConfig, "ref_model", "it has no counterpart here (the reference is a frozen copy of the model"),
     (PPOConfig, "batch_size", "here it is rollout.batch_size (docs/from-trl.md)"),
     (SFTConfig, "num_train_epochs", "here it is data.epochs"),
     (SFTConfig, "max_seq_length", "here it is data.max_length"),
@@ -73,7 +74,6 @@ FOREIGN = [
         "it has no counterpart here (the command says it: tokencredit train, sft, reward-model or dpo)",
     ),
     (PPOConfig, "lora_rank", "here it is model.lora.rank"),
-    (PPOConfig, "quantization_bit", "it has no counterpart here (quantised models are not trained)"),
     (PPOConfig, "ppo_target", "here it is kl.target"),
     (PPOConfig, "ppo_epochs", "here it is ppo.epochs"),
     (SFTConfig, "cutoff_len", "here it is data.max_length"),
@@ -132,8 +132,10 @@ def test_a_key_of_the_field_has_the_right_answer_or_none(kind, key, answer):
 
 def test_every_answer_is_a_key_here():
     known = {key for run_kind in RUN_KINDS.values() for key in settings_of(run_kind.config)}
-    named = {key for answer in ANSWERS for key in answer.partition(" (")[0].split(", ")} - {NONE}
-    assert named <= known
+    known |= {"model.quantization"}
+    for project in projects():
+        named = {key for name in project.answers for key in project.answer(name)[0]} | {*project.values, *project.fixed}
+        assert {key for key in named if "(" not in key} <= known, project.title
 
 
 def test_arguments_of_older_trainers():
@@ -141,7 +143,8 @@ def test_arguments_of_older_trainers():
         tc.PPOTrainer(config=None, tokenizer=None, reward_processing_classes=None)
     assert str(caught.value) == (
         "config is TRL's name for PPOTrainer(args); tokenizer is TRL's name for PPOTrainer(processing_class); "
-        "reward_processing_classes is TRL's, and has no counterpart here (docs/from-trl.md)"
+        "reward_processing_classes is TRL's, and has no counterpart here (a reward model's tokenizer is read from its "
+        "folder) (docs/from-trl.md)"
     )
 
 

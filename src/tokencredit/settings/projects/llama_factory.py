@@ -1,0 +1,170 @@
+"""LLaMA-Factory (`stage: ppo`), which trains with TRL 0.9, and ms-swift (`rlhf_type: ppo`), with 0.12 and later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokencredit.settings.projects.translation import DEFAULT, Project, Without
+from tokencredit.settings.projects.trl import BATCH, OLD_TRL, TRAINING_ARGUMENTS, TRL
+from tokencredit.settings.projects.values import (
+    dtype,
+    first,
+    iterations,
+    layers,
+    product,
+    quantization,
+    rank,
+    reward_models,
+    whitened,
+)
+
+SHARED = {key: TRL.values[key] for key in ("run.dir", "run.trackers", "run.save_every", "eval.samples", "eval.every")}
+LEARNING = {key: TRL.values[key] for key in ("optim.schedule", "optim.final_scale", "optim.warmup", "optim.name")}
+
+LLAMA_FACTORY = Project(
+    title="LLaMA-Factory",
+    names={
+        **TRAINING_ARGUMENTS,
+        "model.name": "model_name_or_path",
+        "model.name, model.adapter": "adapter_name_or_path",
+        "model.lora.rank": "lora_rank finetuning_type",
+        "model.lora.alpha": "lora_alpha",
+        "model.lora.dropout": "lora_dropout",
+        "model.lora.target_modules": "lora_target",
+        "model.quantization": "quantization_bit quantization_method",
+        "model.trust_remote_code": "trust_remote_code",
+        "model.dtype": "bf16 fp16 pure_bf16",
+        "reward": "reward_model reward_model_type reward_model_adapters",
+        "prompts.dataset": "dataset",
+        "prompts.max_length": "cutoff_len",
+        "prompts.template (Jinja; a chat template is the tokenizer's own)": "template",
+        "prompts.chat_template_kwargs": "enable_thinking",
+        "eval.dataset": "eval_dataset",
+        "rollout.max_new_tokens": "max_new_tokens",
+        "rollout.temperature": "temperature",
+        "rollout.top_k": "top_k",
+        "rollout.top_p": "top_p",
+        "ppo.epochs": "ppo_epochs",
+        "ppo.minibatches (their number: rollout.batch_size / size)": "ppo_buffer_size",
+        "score.normalize": "ppo_score_norm ppo_whiten_rewards",
+        "kl.target": "ppo_target",
+        "none (the command says it: tokencredit train, sft, reward-model or dpo)": "stage do_train do_eval do_predict",
+        "none (give a file of that many rows, or run.iterations)": "max_samples",
+        "none (metrics.jsonl, and tokencredit report draws the curves)": "plot_loss",
+        "none (the reference is the starting model, or the model without its new adapter)": "ref_model ref_model_*",
+        "none (prompts.dataset names the file itself)": "dataset_dir",
+        "none (PyTorch chooses the kernels)": "flash_attn use_unsloth enable_liger_kernel",
+        "none (a reward model computes in its own dtype)": "reward_model_quantization_bit",
+        "none (completions are sampled, one per beam)": "do_sample num_beams repetition_penalty length_penalty",
+        "none (eval.dataset holds the prompts of evaluations)": "val_size",
+        "none (rows are padded to the longest of a pass)": "packing neat_packing",
+    },
+    values={
+        "rollout.batch_size": (f"{BATCH} ppo_buffer_size", product),
+        "ppo.minibatches": ("ppo_buffer_size", lambda size: size),
+        "run.iterations": (
+            "max_steps num_train_epochs rows =rollout.batch_size",
+            lambda steps, epochs, rows, batch: steps if steps and steps > 0 else iterations(None, epochs, rows, batch),
+        ),
+        "reward": (
+            "reward_model reward_model_type",
+            lambda names, kind: (
+                Without("an API; give a function that calls it") if kind == "api" else reward_models(names)
+            ),
+        ),
+        "model.lora.rank": ("finetuning_type lora_rank", lambda kind, number: rank(kind == "lora", number)),
+        "model.lora.alpha": (
+            "finetuning_type lora_alpha lora_rank",
+            lambda kind, alpha, number: float(alpha or 2 * number) if kind == "lora" else DEFAULT,
+        ),
+        "model.lora.target_modules": ("finetuning_type lora_target", lambda kind, names: layers(kind == "lora", names)),
+        "model.quantization": ("quantization_bit", lambda bits: quantization(None, None, bits)),
+        "model.dtype": ("bf16 fp16 pure_bf16", lambda bf16, fp16, pure: dtype(bf16 or pure, fp16)),
+        "score.normalize": ("ppo_score_norm ppo_whiten_rewards", lambda n, w: "running" if n else whitened(w)),
+        "score.shift_mean": (
+            "ppo_score_norm ppo_whiten_rewards",
+            lambda norm, whiten: DEFAULT if norm or not whiten else False,
+        ),
+        "prompts.dataset": ("dataset", lambda name: one_dataset(name)),
+        "prompts.template": (
+            "template",
+            lambda name: Without(f"{name} is a chat template; here the tokenizer's own formats conversations"),
+        ),
+        "rollout.top_k": ("top_k", lambda k: k or DEFAULT),
+        "rollout.top_p": ("top_p", lambda p: p if p < 1 else DEFAULT),
+        **LEARNING,
+        **SHARED,
+    },
+    defaults={
+        **{"learning_rate": 5e-5, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "top_k": 50},
+        **{"num_train_epochs": 3, "lr_scheduler_type": "linear", "warmup_steps": 0, "max_grad_norm": 1.0, "top_p": 0.7},
+        **{"ppo_epochs": 4, "ppo_buffer_size": 1, "ppo_target": 6.0, "max_new_tokens": 1024, "temperature": 0.95},
+        **{"finetuning_type": "lora", "lora_rank": 8, "seed": 42, "cutoff_len": 2048},
+    },
+    fixed={
+        **{key: value for key, value in OLD_TRL.fixed.items() if key.startswith(("critic", "advantage"))},
+        **{"kl.coef": 0.2, "kl.horizon": 10_000.0, "advantage.lam": 0.95, "critic.coef": 0.1, "critic.clip": 0.2},
+    },
+)
+
+
+def one_dataset(names: object) -> object:
+    """The name of a data set, which is one here."""
+    listed = names if isinstance(names, list) else str(names).split(",")
+    if len(listed) == 1:
+        return str(listed[0]).partition("#")[0].strip()
+    return Without(f"{len(listed)} data sets; make one of them")
+
+
+SWIFT = replace(
+    TRL,
+    title="ms-swift",
+    page="",
+    names=dict(TRL.names)
+    | {
+        "model.name": "model model_name_or_path model_id_or_path",
+        "model.name, model.adapter": "adapters",
+        "model.lora.rank": "tuner_type train_type sft_type lora_rank",
+        "model.lora.target_modules": "target_modules",
+        "model.dtype": "torch_dtype bf16 fp16",
+        "model.quantization": "quant_bits quant_method",
+        "reward": "reward_model",
+        "prompts.dataset": "dataset",
+        "prompts.max_length": "max_length",
+        "prompts.overlong": "truncation_strategy",
+        "eval.dataset": "val_dataset",
+        "rollout.max_new_tokens": "response_length max_completion_length",
+        "run.shard": "fsdp",
+        "none (the command says it: tokencredit train, sft, reward-model or dpo)": "rlhf_type do_train do_eval",
+        "none (eval.dataset holds the prompts of evaluations)": "split_dataset_ratio",
+        "none (the tokenizer's own chat template formats conversations)": "template system model_type "
+        "use_chat_template",
+        "none (it changes no result)": "load_from_cache_file overwrite_output_dir ddp_timeout attn_impl "
+        "gradient_checkpointing_kwargs overwrite_cache ddp_find_unused_parameters use_cache attn_implementation",
+        "none (files are on the Hugging Face hub or in folders)": "use_hf model_revision hub_token",
+    },
+    values={key: rule for key, rule in TRL.values.items() if not key.startswith(("model", "critic.name"))}
+    | {
+        "reward": ("reward_model", reward_models),
+        "critic.name": ("reward_model", first),
+        "prompts.dataset": ("dataset", one_dataset),
+        "model.lora.rank": (
+            "tuner_type train_type sft_type lora_rank",
+            lambda a, b, c, n: rank(first(a, b, c) == "lora", n),
+        ),
+        "model.lora.target_modules": ("target_modules", lambda names: layers(True, names)),
+        "model.dtype": ("torch_dtype bf16 fp16", lambda name, bf16, fp16: dtype(bf16, fp16, name)),
+        "model.quantization": ("quant_bits", lambda bits: quantization(None, None, bits)),
+        "prompts.overlong": (
+            "truncation_strategy",
+            lambda name: (
+                {"delete": "drop", "left": "truncate", "raise": "error"}.get(name)
+                or Without(f"{name} is not among drop, truncate, error")
+            ),
+        ),
+    },
+    defaults=dict(TRL.defaults)
+    | {"learning_rate": 1e-4, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "seed": 42}
+    | {"response_length": 512, "temperature": 0.9, "tuner_type": "lora", "lora_rank": 8, "lora_alpha": 32}
+    | {"lora_dropout": 0.05, "lr_scheduler_type": "cosine", "warmup_ratio": 0.05, "weight_decay": 0.1},
+)

@@ -1,0 +1,260 @@
+"""verl: Hydra overrides of `verl.trainer.main_ppo`, and the YAML files of its trainers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokencredit.settings.projects.llama_factory import one_dataset
+from tokencredit.settings.projects.translation import DEFAULT, Project, Without
+from tokencredit.settings.projects.values import (
+    dtype,
+    iterations,
+    layers,
+    number,
+    product,
+    rank,
+    reward_models,
+    schedule,
+    share,
+    trackers,
+)
+
+ESTIMATORS = {"gae": "gae", "grpo": "group_relative", "rloo": "leave_one_out", "reinforce_plus_plus": "reward_to_go"}
+REDUCTIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
+KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full"}
+OVERLONG = {"error": "error", "left": "truncate"}
+
+
+def choice(table: dict[str, str], value: Any) -> Any:
+    """The value of a table, or the reason that there is none."""
+    return table.get(str(value)) or Without(f"{value} is not among {', '.join(table)}")
+
+
+def critic_kind(enable: Any, estimator: Any) -> Any:
+    """A separate critic, or none for the estimators that need none."""
+    return "separate" if enable or (enable is None and estimator == "gae") else "none"
+
+
+def kl_place(in_reward: Any, in_loss: Any) -> Any:
+    """The place of the KL penalty."""
+    return "both" if in_reward and in_loss else "loss" if in_loss else "reward" if in_reward else DEFAULT
+
+
+def kl_coef(in_reward: Any, in_loss: Any, reward: Any, loss: Any) -> Any:
+    """The KL coefficient, 0 if the KL is neither in the reward nor in the loss."""
+    if in_reward and in_loss and reward != loss:
+        return Without(f"{reward} in the reward and {loss} in the loss; one coefficient here")
+    return reward if in_reward else loss if in_loss else 0.0
+
+
+def kl_estimator(in_reward: Any, in_loss: Any, reward: Any, loss: Any) -> Any:
+    """The KL estimator of the place that has one."""
+    return choice(KL, loss) if in_loss else choice(KL, reward) if in_reward else DEFAULT
+
+
+def warmup(steps: Any, ratio: Any, total: Any) -> Any:
+    """Warm-up in iterations."""
+    return steps if steps and steps > 0 else share(ratio, total)
+
+
+def own_reward(path: Any, name: Any, enable: Any, model: Any) -> Any:
+    """The reward of a function, or of a reward model."""
+    if path:
+        return Without(f"{path}:{name or 'compute_score'} takes verl's arguments; docs/rewards.md has those here")
+    if enable and model:
+        return reward_models(model)
+    return Without("a function for the data set there; give reward: [{function: FILE.py:NAME}]")
+
+
+KL_NAMES = "algorithm.use_kl_in_reward actor.use_kl_loss"
+VERL = Project(
+    title="verl",
+    names={
+        "model.name": "actor_rollout_ref.model.path model.path",
+        "model.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+        "model.lora.rank": "actor_rollout_ref.model.lora_rank model.lora.r model.lora.rank",
+        "model.lora.alpha": "actor_rollout_ref.model.lora_alpha model.lora.alpha",
+        "model.lora.target_modules": "actor_rollout_ref.model.target_modules model.lora.target_modules",
+        "model.gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing "
+        "enable_gradient_checkpointing",
+        "model.dtype": "actor.fsdp_config.dtype actor.fsdp_config.model_dtype",
+        "critic.name": "critic.model.path",
+        "critic.kind": "critic.enable",
+        "critic.lr, critic.trunk_lr (of a separate critic)": "critic.optim.lr",
+        "critic.clip": "critic.cliprange_value",
+        "critic.pretrain (in batches, before the first iteration)": "trainer.critic_warmup critic_warmup",
+        "prompts.dataset": "data.train_files",
+        "prompts.column": "data.prompt_key",
+        "prompts.max_length": "data.max_prompt_length",
+        "prompts.overlong": "data.truncation data.filter_overlong_prompts",
+        "prompts.shuffle": "data.shuffle",
+        "prompts.chat_template_kwargs": "data.apply_chat_template_kwargs",
+        "eval.dataset": "data.val_files val_files",
+        "eval.every": "trainer.test_freq test_freq",
+        "eval.best_of": "rollout.val_kwargs.n",
+        "rollout.batch_size (completions: prompts × rollout.per_prompt)": "data.train_batch_size",
+        "rollout.per_prompt": "actor_rollout_ref.rollout.n rollout.n",
+        "rollout.max_new_tokens": "data.max_response_length max_response_length",
+        "rollout.temperature": "actor_rollout_ref.rollout.temperature",
+        "rollout.top_k": "actor_rollout_ref.rollout.top_k",
+        "rollout.top_p": "actor_rollout_ref.rollout.top_p",
+        "rollout.stop_at_eos": "actor_rollout_ref.rollout.ignore_eos",
+        "rollout.engine": "actor_rollout_ref.rollout.name rollout.name",
+        "rollout.engine_memory": "actor_rollout_ref.rollout.gpu_memory_utilization gpu_memory_utilization",
+        "reward": "reward_model.enable reward_model.model.path custom_reward_function "
+        "custom_reward_function.path custom_reward_function.name",
+        "advantage.estimator": "algorithm.adv_estimator adv_estimator",
+        "advantage.gamma": "algorithm.gamma",
+        "advantage.lam": "algorithm.lam",
+        "advantage.scale": "algorithm.norm_adv_by_std_in_grpo norm_adv_by_std_in_grpo",
+        "kl.place": "algorithm.use_kl_in_reward actor.use_kl_loss use_kl_loss use_kl_in_reward",
+        "kl.coef": "algorithm.kl_ctrl.kl_coef",
+        "kl.coef, kl.place": "actor.kl_loss_coef kl_loss_coef",
+        "kl.estimator": "algorithm.kl_penalty actor.kl_loss_type kl_penalty kl_loss_type",
+        "kl.target": "algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl",
+        "kl.horizon": "algorithm.kl_ctrl.horizon",
+        "ppo.minibatches (their number: rollout.batch_size / size)": "actor.ppo_mini_batch_size ppo_mini_batch_size",
+        "ppo.epochs": "actor.ppo_epochs ppo_epochs",
+        "ppo.clip": "actor.clip_ratio actor.clip_ratio_low clip_ratio clip_ratio_low",
+        "ppo.clip_high": "actor.clip_ratio_high clip_ratio_high",
+        "ppo.dual_clip": "actor.clip_ratio_c clip_ratio_c",
+        "ppo.entropy_coef": "actor.entropy_coeff entropy_coeff",
+        "ppo.reduction": "actor.loss_agg_mode loss_agg_mode",
+        "ppo.loss": "policy_loss.loss_mode",
+        "ppo.micro_batch_tokens (in tokens)": "actor.ppo_max_token_len_per_gpu ppo_max_token_len_per_gpu "
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+        "optim.lr": "actor.optim.lr actor_rollout_ref.actor.optim.lr",
+        "optim.warmup (in iterations)": "actor.optim.lr_warmup_steps_ratio actor.optim.lr_warmup_steps "
+        "lr_warmup_steps_ratio lr_warmup_steps",
+        "optim.schedule": "actor.optim.lr_scheduler_type actor.optim.warmup_style",
+        "optim.final_scale": "actor.optim.min_lr_ratio",
+        "optim.weight_decay": "actor.optim.weight_decay",
+        "optim.max_grad_norm": "actor.grad_clip actor.optim.clip_grad grad_clip",
+        "score.overlong": "overlong_buffer overlong_buffer.*",
+        "run.iterations (passes × prompts × rollout.per_prompt / rollout.batch_size)": "trainer.total_epochs",
+        "run.iterations": "trainer.total_training_steps total_training_steps",
+        "run.dir": "trainer.default_local_dir experiment_name default_local_dir",
+        "run.trackers": "trainer.logger logger",
+        "run.save_every": "trainer.save_freq save_freq",
+        "run.keep_last": "trainer.max_actor_ckpt_to_keep max_actor_ckpt_to_keep",
+        "none (the project of trackers is tokencredit)": "project_name",
+        "none (torchrun starts one process per GPU: docs/scaling.md)": "n_gpus_per_node nnodes ray_kwargs.* device "
+        "trainer.balance_batch use_legacy_worker_impl nccl_timeout *.ray_init.*",
+        "none (shards are run.shard and sharding)": "fsdp_config.* strategy *.strategy fsdp_size megatron.* "
+        "*tensor_model_parallel_size *_parallel_size param_offload optimizer_offload use_shm hybrid_engine",
+        "none (ppo.micro_batch_tokens bounds every pass)": "log_prob_* use_dynamic_bsz micro_batch_size "
+        "micro_batch_size_per_gpu *_max_token_len_per_gpu forward_* critic.ppo_micro_batch_size_per_gpu "
+        "critic.ppo_micro_batch_size critic.ppo_max_token_len_per_gpu",
+        "none (the critic is updated with the policy, in the same minibatches)": "critic.ppo_mini_batch_size "
+        "critic.ppo_epochs critic.shuffle critic.loss_agg_mode critic.grad_clip critic.optim.*",
+        "none (the critic is as the policy: model.gradient_checkpointing, model.trust_remote_code)": "critic.model.*",
+        "none (padding is cut per micro-batch)": "use_remove_padding use_fused_kernels use_liger "
+        "use_torch_compile fused_kernel_options.* tiled_mlp.* *_checkpointing entropy_from_logits_with_chunking",
+        "none (vLLM's own defaults; rollout.engine_memory)": "rollout.* enforce_eager max_num_batched_tokens "
+        "max_num_seqs enable_chunked_prefill free_cache_engine load_format",
+        "none (a reward model runs in the trainer's process)": "reward_model.*",
+        "none (reward terms of your own are functions: docs/rewards.md)": "reward_manager reward_manager.* "
+        "reward_fn_key",
+        "none (off_policy has corrections of its own)": "rollout_correction.* calculate_log_probs",
+        "none (prompts are read as they are)": "data.return_* data.image_* data.video_* data.custom_cls.* "
+        "data.sampler.* data.datagen.* data.*",
+        "none (turns are those of env and tools: docs/turns.md)": "multi_turn.* agent.*",
+        "none (the run profiles its stages)": "profiler.* global_profiler.* trace.* prometheus.*",
+        "none (one algorithm is not chosen by several flags)": "pf_ppo.* use_pf_ppo tau_pos tau_neg "
+        "policy_loss.* algorithm.*",
+        "none (checkpoints hold everything, and metrics.jsonl each evaluation)": "checkpoint.* val_before_train "
+        "val_only max_critic_ckpt_to_keep resume_mode resume_from_path trainer.*",
+        "none (it is the policy's own: model)": "actor_rollout_ref.model.* ref.* actor.optim.* actor.* "
+        "transfer_queue.*",
+    },
+    values={
+        "model.lora.rank": ("actor_rollout_ref.model.lora_rank", lambda number: rank(number, number)),
+        "model.lora.target_modules": ("actor_rollout_ref.model.target_modules", lambda names: layers(True, names)),
+        "model.dtype": (
+            "actor.fsdp_config.dtype actor.fsdp_config.model_dtype",
+            lambda name, _: dtype(None, None, name),  # weights are always float32 here
+        ),
+        "advantage.estimator": ("algorithm.adv_estimator", lambda name: choice(ESTIMATORS, name)),
+        "critic.kind": ("critic.enable algorithm.adv_estimator", critic_kind),
+        "critic.lr": ("critic.optim.lr", lambda lr: lr),
+        "critic.trunk_lr": ("critic.optim.lr", lambda lr: lr),
+        "prompts.dataset": ("data.train_files", one_dataset),
+        "prompts.overlong": (
+            "data.truncation data.filter_overlong_prompts",
+            lambda name, drop: "drop" if drop else choice(OVERLONG, name),
+        ),
+        "eval.dataset": ("data.val_files", one_dataset),
+        "eval.every": ("trainer.test_freq", lambda n: max(n, 0)),
+        "eval.best_of": ("rollout.val_kwargs.n", lambda n: n),
+        "rollout.per_prompt": ("actor_rollout_ref.rollout.n", lambda n: n),
+        "rollout.batch_size": ("data.train_batch_size actor_rollout_ref.rollout.n", product),
+        "rollout.top_k": ("actor_rollout_ref.rollout.top_k", lambda k: k if k > 0 else None),
+        "rollout.top_p": ("actor_rollout_ref.rollout.top_p", lambda p: p if p < 1 else None),
+        "rollout.stop_at_eos": ("actor_rollout_ref.rollout.ignore_eos", lambda ignore: not ignore),
+        "rollout.engine": (
+            "actor_rollout_ref.rollout.name",
+            lambda name: {"hf": "local"}.get(name) or choice({"vllm": "vllm"}, name),
+        ),
+        "ppo.minibatches": (
+            "data.train_batch_size actor.ppo_mini_batch_size",
+            lambda batch, mini: number(batch / mini),
+        ),
+        "ppo.clip": ("actor.clip_ratio actor.clip_ratio_low", lambda both, low: both if low is None else low),
+        "ppo.reduction": ("actor.loss_agg_mode", lambda name: choice(REDUCTIONS, name)),
+        "ppo.loss": ("policy_loss.loss_mode", lambda name: choice({"vanilla": "clip", "gspo": "gspo"}, name)),
+        "ppo.micro_batch_tokens": (
+            "actor.use_dynamic_bsz actor.ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu",
+            lambda dynamic, tokens, rows: (
+                tokens
+                if dynamic and tokens
+                else Without(f"{rows} rows there, in tokens here: only if memory runs out")
+                if rows
+                else DEFAULT
+            ),
+        ),
+        "run.iterations": (
+            "trainer.total_training_steps trainer.total_epochs rows data.train_batch_size",
+            lambda steps, epochs, rows, batch: steps or iterations(None, epochs, rows, batch),
+        ),
+        "kl.place": (KL_NAMES, kl_place),
+        "kl.coef": (f"{KL_NAMES} algorithm.kl_ctrl.kl_coef actor.kl_loss_coef", kl_coef),
+        "kl.estimator": (f"{KL_NAMES} algorithm.kl_penalty actor.kl_loss_type", kl_estimator),
+        "kl.target": (
+            "algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon",
+            lambda kind, kl, _: (
+                Without(f"{kl} per token there; kl.target is per sequence") if kind == "adaptive" else DEFAULT
+            ),
+        ),
+        "optim.warmup": (
+            "actor.optim.lr_warmup_steps actor.optim.lr_warmup_steps_ratio =run.iterations",
+            warmup,
+        ),
+        "optim.schedule": (
+            "actor.optim.lr_scheduler_type actor.optim.warmup_style",
+            lambda kind, old: schedule(old or kind),
+        ),
+        "optim.max_grad_norm": ("actor.grad_clip actor.optim.clip_grad", lambda a, b: b if a is None else a),
+        "reward": (
+            "custom_reward_function.path custom_reward_function.name reward_model.enable reward_model.model.path",
+            own_reward,
+        ),
+        "run.dir": ("trainer.default_local_dir trainer.experiment_name", lambda path, name: path or f"runs/{name}"),
+        "run.trackers": ("trainer.logger", trackers),
+        "run.save_every": ("trainer.save_freq", lambda n: max(n, 0)),
+    },
+    defaults={
+        **{"algorithm.adv_estimator": "gae", "algorithm.gamma": 1.0, "algorithm.lam": 1.0, "actor.ppo_epochs": 1},
+        **{"data.train_batch_size": 1024, "data.max_response_length": 512, "actor_rollout_ref.rollout.n": 1},
+        **{"actor_rollout_ref.rollout.temperature": 1.0, "actor.ppo_mini_batch_size": 256, "actor.clip_ratio": 0.2},
+        **{"actor.clip_ratio_c": 3.0, "critic.cliprange_value": 0.5, "critic.optim.lr": 1e-5, "actor.optim.lr": 1e-6},
+        **{"algorithm.use_kl_in_reward": False, "actor.use_kl_loss": False, "actor.kl_loss_type": "low_var_kl"},
+        **{"algorithm.kl_ctrl.kl_coef": 0.001, "actor.kl_loss_coef": 0.001, "algorithm.kl_penalty": "kl"},
+        **{
+            "actor.optim.lr_scheduler_type": "constant",
+            "actor.optim.lr_warmup_steps_ratio": 0.0,
+            "actor.grad_clip": 1.0,
+        },
+        **{"actor.optim.weight_decay": 0.01, "trainer.total_epochs": 30, "reward_model.enable": False},
+    },
+    fixed={"critic.head": "linear", "critic.coef": 0.5, "critic.prefix_every": 0, "advantage.whiten": "batch"},
+)
