@@ -154,14 +154,25 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         ),
         (["train", "--config", "nowhere.yaml"], "--config: 'nowhere.yaml' does not exist"),
         (["train", "--model.name", "./nowhere", "--run.dir", "unused"], "'./nowhere' is not a model folder"),
-        (["generate", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
-        (["generate", "nowhere", "-n", "0"], "--samples is 0; it must be at least 1"),
-        (["generate", "nowhere", "--engine", "x"], "--engine is 'x'; it must be one of local, continuous, vllm"),
+        (
+            ["generate", "nowhere"],
+            "'nowhere' is no folder here, and as a model of the hub it has no prompts",
+        ),
+        (["generate", "./nowhere"], "'./nowhere' is neither a run's folder nor a model's"),
+        (["generate", "nowhere", "-n", "0"], "n is 0; it must be at least 1"),
+        (["generate", "nowhere", "--engine", "x"], "engine is 'x'; it must be one of local, continuous, vllm"),
+        (["generate", "x", "--prompt", "a", "--prompts.text", "b"], "--prompt and prompts.* are both given; leave one"),
+        (["generate", "x", "--prompt", "a", "--min_new_tokens", "25"], "it must be at most max_new_tokens, 24"),
+        (
+            ["generate", "x", "--prompt", "[{'role': 'user'}]"],
+            "a conversation that is not JSON: Expecting",
+        ),
+        (["generate", "x", "--prompt", "a", "--base"], "--base needs a run; 'x' is a model"),
         (["sweep", "nowhere", "--on", "x"], "--on is 'x'; it must be one of local, ray, slurm"),
-        (["generate", "nowhere", "--temperature", "0"], "--temperature is 0; it must be above 0"),
-        (["generate", "nowhere", "--temperatur", "1"], "unknown option --temperatur; did you mean --temperature?"),
+        (["generate", "nowhere", "--temperature", "0"], "temperature is 0.0; it must be above 0"),
+        (["generate", "nowhere", "--temperatur", "1"], "unknown key temperatur; did you mean temperature?"),
         (["report", "nowhere", "--zzz"], "unknown option --zzz; see --help"),
-        (["generate"], "generate needs RUN, the folder of a run"),
+        (["generate"], "generate needs MODEL, the folder of a run or a model, or a hub id"),
         (["compare"], "compare needs RUN, the folder of each run"),
         (["sweep"], "sweep needs FILE, a sweep file"),
         (["limit", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
@@ -236,8 +247,8 @@ def test_help_and_mistakes_import_nothing_heavy():
     program = """
 from tokencredit.cli import main
 for arguments in (
-    "--help", "train --help", "train --ppo.clip 2", "train --run.dir /", "evaluate --help", "evaluate --model x",
-    "evaluate --model x --temperature 0", "check-template .", "chat builtin:reviews --base", "inspect .",
+    "--help", "train --help", "train --ppo.clip 2", "train --run.dir /", "evaluate --help", "evaluate x",
+    "evaluate x --temperature 0", "check-template .", "chat builtin:reviews --base", "inspect .",
 ):
     try:
         main(arguments.split())

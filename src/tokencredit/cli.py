@@ -21,7 +21,7 @@ from tokencredit.settings.foreign_names import misspelt
 MEMORY_ADVICE = {
     "evaluate": "; lower --samples or --max_new_tokens",
     "pairs": "; lower --batch_size or --max_new_tokens",
-    "generate": "; lower --samples or --max_new_tokens",
+    "generate": "; lower --n or --max_new_tokens",
     "plan": "; give --no-time, which times nothing",
     "audit": "; lower --completions or --continuations",
     "inspect": "; give a shorter --prompt",

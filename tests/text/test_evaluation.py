@@ -106,18 +106,18 @@ def test_any_model_is_evaluated_as_a_runs_policy_is(run, model_folders, tmp_path
     settings = ["--samples", "8", "--max_new_tokens", "12", "--dtype", folder.name, "--prompts.text"]
     settings += ["This movie was really", "--reward", "[{classifier: builtin:reviews}]"]
     out = tmp_path / "metrics.json"
-    model = ["--model", str(folder / "policy"), "--reference", "builtin:reviews"]
+    model = [str(folder / "policy"), "--reference", "builtin:reviews"]
     assert main(["evaluate", *model, *settings, "--out", str(out)]) == 0
     written = json.loads(out.read_text())
     assert written["metrics"] == pytest.approx(metrics, rel=1e-5)
-    assert (written["model"], written["reference"]) == (model[1], "builtin:reviews")
+    assert (written["model"], written["reference"]) == (model[0], "builtin:reviews")
     assert (written["sampling"]["samples"], written["seed"]) == (8, 1)
-    assert main(["evaluate", "--model", str(folder), *settings]) == 0, "a run's folder is its policy"
+    assert main(["evaluate", str(folder), *settings]) == 0, "a run's folder is its policy"
     assert figures(capsys)["reward"] == pytest.approx(metrics["eval/reward"], rel=1e-3)
 
 
 def test_the_kl_to_the_same_model_is_0_and_to_another_is_not(model_folders, capsys):
-    bare = ["evaluate", "--model", str(model_folders["llama"]), "--reward", LENGTH, *BARE]
+    bare = ["evaluate", str(model_folders["llama"]), "--reward", LENGTH, *BARE]
     assert main(bare) == 0
     assert "kl" not in figures(capsys)
     assert main([*bare, "--reference", str(model_folders["llama"])]) == 0
@@ -127,7 +127,7 @@ def test_the_kl_to_the_same_model_is_0_and_to_another_is_not(model_folders, caps
 
 
 def test_the_seed_decides_what_is_sampled(model_folders, capsys):
-    bare = ["evaluate", "--model", str(model_folders["gpt2"]), "--reward", LENGTH, *BARE, "--seed"]
+    bare = ["evaluate", str(model_folders["gpt2"]), "--reward", LENGTH, *BARE, "--seed"]
     seen = []
     for seed in ("1", "1", "2"):
         assert main([*bare, seed]) == 0
@@ -138,7 +138,7 @@ def test_the_seed_decides_what_is_sampled(model_folders, capsys):
 def test_settings_come_from_a_file_too(model_folders, tmp_path, capsys):
     file = tmp_path / "judge.yaml"
     file.write_text(f"reward: {LENGTH}\nprompts: {{text: A film}}\nsamples: 4\nmax_new_tokens: 4\n")
-    assert main(["evaluate", "--model", str(model_folders["gpt2"]), "--config", str(file)]) == 0
+    assert main(["evaluate", str(model_folders["gpt2"]), "--config", str(file)]) == 0
     assert figures(capsys)["length"] <= 4
 
 
@@ -168,7 +168,7 @@ def test_a_reference_that_cannot_read_the_models_texts_is_refused(
     tokenizer = tokenizer if shape else tokenizers["bytes"]
     random_lm("gpt2", tokenizer, **SHAPE | (shape or {})).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    bare = ["--model", str(model_folders["gpt2"]), "--reward", LENGTH, *BARE, "--reference", str(tmp_path)]
+    bare = [str(model_folders["gpt2"]), "--reward", LENGTH, *BARE, "--reference", str(tmp_path)]
     assert message in refused(capsys, "evaluate", *bare)
 
 

@@ -13,8 +13,10 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.run_kind import read_source
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.tools.chat import LONGEST, Speaker, answer, chat, load_speaker, show
+from tokencredit.tools.chat import Speaker, answer, chat, load_speaker, show
 from tokencredit.tools.load_run import load
+from tokencredit.tools.scoring_options import SamplingOptions
+from tokencredit.tools.trained_policy import LONGEST
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,8 @@ def run(tmp_path_factory):
 
 
 def speaker(name, which="policy", longest=6, temperature=1.0, seed=1) -> Speaker:
-    return load_speaker(read_source(str(name)), which, longest, temperature, seed)
+    options = SamplingOptions(max_new_tokens=longest, temperature=temperature, seed=seed)
+    return load_speaker(read_source(str(name)), which, options)
 
 
 @pytest.mark.slow
@@ -73,9 +76,9 @@ def test_old_turns_make_room_for_new_ones(chat_folder):
 
 
 def test_limits_are_the_runs_or_those_of_a_chat(run, model_folders):
-    assert load_speaker(read_source(str(run)), "policy", None, None, 1).sampling.max_new_tokens == 8
-    bare = load_speaker(read_source(str(model_folders["gpt2"])), "policy", None, None, 1)
-    assert bare.sampling.max_new_tokens == 32 < LONGEST, "half of its context"
+    assert speaker(run, longest=None).policy.config.rollout.max_new_tokens == 8
+    bare = speaker(model_folders["gpt2"], longest=None)
+    assert bare.policy.config.rollout.max_new_tokens == 32 < LONGEST, "half of its context"
 
 
 def test_a_chat_ends_at_quit_forgets_at_new_and_outlives_a_message_that_does_not_fit(chat_folder):
@@ -129,7 +132,7 @@ def test_the_command_shows_base_policy_and_others(run, capsys, monkeypatch):
         (["x", "--message", " "], "--message is empty; give a text, or leave it out to read standard input"),
         (["builtin:reviews", "--base"], "--base needs a run; 'builtin:reviews' is a model"),
         (["builtin:reviews", "--beside", "."], "'.' is neither a run's folder nor a model's"),
-        (["builtin:reviews", "--temperature", "0"], "--temperature is 0; it must be above 0"),
+        (["builtin:reviews", "--temperature", "0"], "temperature is 0.0; it must be above 0"),
         (["builtin:reviews", "--messag", "x"], "unknown option --messag; did you mean --message?"),
     ],
 )

@@ -1,9 +1,12 @@
+import io
 import json
+import sys
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from helpers.commands import refused
 from helpers.configs import quiet
 from helpers.models import with_chat_template
 from tokencredit.cli import main
@@ -11,53 +14,74 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.run_kind import read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import UpdateConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.load_run import load
+from tokencredit.tools.scoring_options import SamplingOptions
 from tokencredit.tools.trained_policy import Policy
 
 pytestmark = pytest.mark.slow
 
 
-def write(run, config, prompt, chat=False, samples=2, which="base"):
-    """Prompts with their completions."""
-    policy = Policy(run, config, which)
-    prompts = policy.prompts(prompt, samples, 4, chat)
-    completions = policy.complete(prompts, 4, temperature=1.0)
-    return [text + completion for text, completion in zip(prompts.texts, completions, strict=True)]
+SMALL = {"max_new_tokens": 4, "temperature": 0.8, "top_k": 15}
+FLAGS = ["--max_new_tokens", "4", "--temperature", "0.8", "--top_k", "15"]
+ASKED = [{"role": "user", "content": "Did you like it?"}]
 
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
     """The built-in model with a chat template."""
-    folder = with_chat_template(tmp_path_factory.mktemp("chat"))
-    return PPOConfig(model=ModelConfig(name=str(folder)))
+    return load(with_chat_template(tmp_path_factory.mktemp("chat")))
 
 
-def test_a_prompt_is_continued_as_it_stands(tmp_path, capsys):
-    written = write(tmp_path, PPOConfig(), prompt="The film was")
-    assert len(written) == 2
-    assert all(text.startswith("The film was") for text in written)
+def printed(capsys, *options):
+    """Lines of `tokencredit generate`."""
+    capsys.readouterr()
+    assert main(["generate", *options]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_command_and_python_sample_the_same_from_a_run_and_from_a_model(tmp_path, capsys):
+    """By the run's folder, with its start, and by the name of the model that it started from."""
+    completions = load("builtin:reviews").generate("The film was", 2, **SMALL)
     (tmp_path / "config.yaml").write_text("seed: 1\n")
-    options = ["--prompt", "The film was", "-n", "2", "--base", "--max_new_tokens", "4", "--temperature", "1.0"]
-    assert main(["generate", str(tmp_path), *options]) == 0
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in written)
+    own = [f"The film was{text}" for text in completions]
+    assert printed(capsys, str(tmp_path), "--prompt", "The film was", "-n", "2", "--base", *FLAGS) == own
+    assert printed(capsys, "builtin:reviews", "--prompt", "The film was", "--n", "2", *FLAGS) == own
+    assert load(tmp_path, "base").generate("The film was", 2, **SMALL) == completions
+    assert load("builtin:reviews").generate("The film was", 2, **SMALL | {"top_k": 1}) != completions
 
 
-def test_a_message_goes_through_the_chat_template(tmp_path, chat_model):
-    [written] = write(tmp_path, chat_model, prompt="Did you like it?", chat=True, samples=1)
-    assert written.startswith("user: Did you like it?\nassistant:")
+def test_ids_are_those_of_the_completions(capsys):
+    policy = load("builtin:reviews")
+    ids = policy.generate(["The film was", "I had"], ids=True, **SMALL)
+    texts = policy.generate(["The film was", "I had"], **SMALL)
+    assert policy.tokenizer.batch_decode(ids, skip_special_tokens=True) == texts
+    shown = printed(capsys, "builtin:reviews", "--prompts.text", '["The film was", "I had"]', "--ids", *FLAGS)
+    assert [json.loads(line) for line in shown] == ids
 
 
-def test_a_message_without_a_chat_template_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"the prompts of --prompt are conversations, but the tokenizer has no chat"):
-        write(tmp_path, PPOConfig(), prompt="Did you like it?", chat=True)
+def test_prompts_come_from_standard_input_line_by_line(capsys, monkeypatch, chat_model):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The film was\n\nI had\n"))
+    assert [line[:5] for line in printed(capsys, "builtin:reviews", "--prompt", "-", *FLAGS)] == ["The f", "I had"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert refused(capsys, "generate", "x", "--prompt", "-").endswith("has no line; give one prompt per line")
+
+
+def test_messages_go_through_the_chat_template(chat_model, capsys):
+    [text] = chat_model.generate(ASKED, **SMALL)
+    assert text.startswith(chat_model.generate([ASKED], 1, **SMALL)[0])
+    assert chat_model.prompts(ASKED, 1, 4).texts == ["user: Did you like it?\nassistant:"]
+    with pytest.raises(ConfigError, match=r"the prompts of prompt are conversations, but the tokenizer has no chat"):
+        load("builtin:reviews").generate(ASKED)
 
 
 def test_a_run_that_has_not_ended_has_no_policy(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
     with pytest.raises(ConfigError, match=r"has no policy/; a run writes policy/ at its end"):
-        write(tmp_path, PPOConfig(), "The film was", which="policy")
+        load(tmp_path)
 
 
 @pytest.fixture(scope="module", params=[None, True], ids=["plain", "with a beginning-of-sequence token"])
@@ -94,7 +118,7 @@ def test_a_text_is_tokenized_as_it_stands_after_its_prompt(kind, prompt, text, t
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(tokenizer))).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    policy = Policy(tmp_path, PPOConfig(model=ModelConfig(name=str(tmp_path), dtype="float32")), "base")
+    policy = Policy(read_source(str(tmp_path)), options=SamplingOptions(dtype="float32"))
     tokens = policy.tokens(text, prompt)
     whole = tokenizer(prompt + text)["input_ids"]
     rated = len(whole) - (len(tokenizer(prompt)["input_ids"]) if prompt else 1)
@@ -114,6 +138,7 @@ def test_loading_draws_nothing_from_the_global_generators(run):
         ({"n": 0}, "n is 0; it must be at least 1"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ({"topk": 3}, r"unknown key topk; did you mean top_k\?"),
     ],
 )
 def test_numbers_out_of_their_range_are_refused(options, message, run):
@@ -128,14 +153,12 @@ def test_a_text_longer_than_the_context_is_refused(run):
         load(run[0]).values("", "The film was")
 
 
-def test_a_conversation_and_several_texts_are_prompts(tmp_path, chat_model):
-    policy = Policy(tmp_path, chat_model, "base")
-    asked = [{"role": "user", "content": "Did you like it?"}]
-    (written,) = policy.prompts(asked, 1, 4).texts
-    assert written.startswith("user: Did you like it?\nassistant:")
-    assert policy.prompts(["A film", "A book"], 2, 4).texts == ["A film", "A film", "A book", "A book"]
-    assert len(policy.generate(["A film", "A book"], 2, max_new_tokens=2)) == 4
-    assert len(policy.generate(asked, 3, max_new_tokens=2)) == 3
-    for wrong in ([], [asked, "a"], [3], 3):
-        with pytest.raises(ConfigError, match="it must be a text, a list of texts, or a list of messages"):
-            policy.generate(wrong)
+def test_several_texts_and_several_conversations_are_prompts(chat_model):
+    assert chat_model.prompts(["A film", "A book"], 2, 4).texts == ["A film", "A film", "A book", "A book"]
+    assert len(chat_model.generate(["A film", "A book"], 2, max_new_tokens=2)) == 4
+    assert len(chat_model.generate([ASKED, ASKED], 3, max_new_tokens=2)) == 6
+    for wrong in ([], [3], 3):
+        with pytest.raises(ConfigError, match="it must be a text, a list of messages, or a list of either"):
+            chat_model.generate(wrong)
+    with pytest.raises(ConfigError, match=r"row 2 of prompt is 'a'; it must be a conversation"):
+        chat_model.generate([ASKED, "a"])

@@ -254,7 +254,10 @@ class Parser(argparse.ArgumentParser):
             if parent is not None and not is_dataclass(parent.hint):
                 wanted = wanted_of(parent.hint)
                 return f"unknown key {name}: {parent.name} has no keys of its own; it must be {wanted}"
-            return unknown_key(name, list(known))
+            own = [option for option in own if option.rstrip("+") not in known]
+            message = unknown_key(name, list(known))
+            if "did you mean" in message or not misspelt(name, own):
+                return message
         near = misspelt(name, [option for option in own if option != "debug"])
         return f"unknown option --{name}; " + (f"did you mean --{near[0]}?" if near else "see --help")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tokencredit.commands.command_line import SEED, Options, Parser, new_command
-from tokencredit.commands.use_model import which_of
+from tokencredit.commands.use_model import model_parser, source_of, which_of
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
 from tokencredit.settings.reader import build
@@ -16,12 +16,7 @@ from tokencredit.tools.scoring_options import PairsOptions
 
 def pairs_parser() -> Parser:
     """The parser of `tokencredit pairs`."""
-    parser = new_command("Sample completions, rank them by a reward, and write pairs of them.", kind=PairsOptions)
-    parser.positional(
-        "model", "MODEL, the folder of a run or a model, or a hub id", help="Folder of a run or a model, or a hub id."
-    )
-    parser.add_argument("--base", action="store_true", help="Sample from the model that the run started from.")
-    parser.add_argument("--best", action="store_true", help="Sample from the policy with the best evaluation.")
+    parser = model_parser("Sample completions, rank them by a reward, and write pairs of them.", PairsOptions)
     parser.add_argument(
         "--out", metavar="FILE", help="New .jsonl file of the pairs; a .json beside it has settings and counts."
     )
@@ -33,7 +28,8 @@ def pairs(options: Options) -> None:
     if options.out is None:
         raise ConfigError("--out is missing; give a new file that ends in .jsonl")
     settings = build(PairsOptions, options.settings)
-    source, which = read_source(options.model), which_of(options)
+    which = which_of(options)
+    source = source_of(options, which)
     source = replace(source, config=settings.configure(source, options.no_code))
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
     out = check_new_file("--out", options.out, ".jsonl")

@@ -5,88 +5,120 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-from tokencredit.commands.command_line import POSITIVE_FLOAT, POSITIVE_INT, SEED, Options, Parser, checked, new_command
+from tokencredit.commands.command_line import Given, Options, Parser, new_command
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import check_new_file
-from tokencredit.runs.untrusted import visible
+from tokencredit.runs.untrusted import accept_any_bytes, visible
+from tokencredit.settings.data import CONVERSATION
 from tokencredit.settings.reader import build
-from tokencredit.settings.rollout import EngineName
-from tokencredit.settings.run_kind import read_policy_config, read_source, run_config_file, with_engine
-from tokencredit.tools.scoring_options import EvaluateOptions
+from tokencredit.settings.run_kind import ModelSource, read_source
+from tokencredit.tools.scoring_options import FLAGS, EvaluateOptions, GenerateOptions, SamplingOptions
+
+SOURCE = "MODEL, the folder of a run or a model, or a hub id"
+"""The model that a command reads, in words."""
+
+
+def model_parser(description: str, kind: Any) -> Parser:
+    """The parser of a command that samples from a model, with the options of `kind`."""
+    parser = new_command(description, kind=kind)
+    parser.positional("model", SOURCE, help="Folder of a run, a model or an adapter, or a hub id.")
+    parser.add_argument("--base", action="store_true", help="Take the model that the run started from.")
+    parser.add_argument("--best", action="store_true", help="Take the policy with the best evaluation, not the last.")
+    return parser
+
+
+def which_of(options: Options) -> str:
+    """The model of a run that `--base` and `--best` choose."""
+    if options.base and options.best:
+        raise ConfigError("--base and --best are both given; leave one of them out")
+    return "base" if options.base else "best" if options.best else "policy"
+
+
+def source_of(options: Options, which: str) -> ModelSource:
+    """The model of a command; raises `ConfigError` if it is no run, and `which` is one of a run's models."""
+    source = read_source(options.model, options.no_code)
+    if which != "policy" and source.run is None:
+        raise ConfigError(f"--{which} needs a run; {options.model!r} is a model")
+    return source
 
 
 def generate_parser() -> Parser:
     """The parser of `tokencredit generate`."""
-    parser = new_command("Sample completions from a trained policy.")
-    parser.positional("run", "RUN, the folder of a run", help="Folder of a run.")
-    parser.add_argument("--prompt", help="Prompt to complete; by default the run's prompts in turn, or episodes.")
+    parser = model_parser("Sample completions from a trained policy, or any model.", GenerateOptions)
+    parser.add_argument("-n", dest="n", action=Given, metavar="N", help="The same as --n.")
     parser.add_argument(
-        "--chat", action="store_true", help="Format the prompt as a user message with the chat template."
+        "--prompt",
+        help="Text to continue, a conversation as JSON, or - for one of them per line of standard input; by default "
+        "the run's prompts in turn, or episodes.",
     )
-    parser.add_argument("-n", "--samples", type=POSITIVE_INT, default=5, help="Number of completions.")
-    parser.add_argument("--base", action="store_true", help="Sample from the model that the run started from.")
-    parser.add_argument(
-        "--max_new_tokens", type=POSITIVE_INT, help="Longest completion, in tokens; by default the run's."
-    )
-    parser.add_argument("--temperature", type=POSITIVE_FLOAT, help="Sampling temperature; by default the run's.")
-    parser.add_argument("--seed", type=SEED, default=1, help="Seed of all randomness.")
-    parser.add_argument(
-        "--engine", type=checked(EngineName), default="local", help="Sampling engine (docs/engines.md)."
-    )
-    parser.add_argument("--server", help="Address of a vLLM server, with --engine vllm.")
-    parser.add_argument("--server_folder", help="Folder through which weights reach the server; by default temporary.")
+    parser.add_argument("--ids", action="store_true", help="Print token ids, a JSON list per completion.")
     return parser
 
 
 def generate(options: Options) -> None:
     """Run `tokencredit generate`."""
-    if options.chat and not options.prompt:
-        raise ConfigError("--chat needs --prompt, the user message")
-    config = read_policy_config(Path(options.run), options.no_code)
+    settings = build(GenerateOptions, options.settings)
+    which = which_of(options)
+    source = source_of(options, which)
+    config = settings.configure(source, options.no_code)
+    each, asked = settings.given("prompts"), options.prompt is not None
+    if each and asked:
+        raise ConfigError("--prompt and prompts.* are both given; leave one of them out")
+    if not (each or asked or source.scored):
+        raise source.lacks("prompts", f"--prompt, {FLAGS['prompts']}")
+    played = config.several_turns() and not (each or asked)
+    if played and options.ids:
+        raise ConfigError("--ids has no effect on episodes, whose transcripts are printed; leave it out")
+    prompts = asked_for(options.prompt) if asked else None
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.runs.console import spoken
     from tokencredit.runs.transcript import transcript
-    from tokencredit.tools.trained_policy import Policy
+    from tokencredit.tools.trained_policy import Policy, completion_ids
 
     disable_progress_bar()
-    which = "base" if options.base else "policy"
-    policy = Policy(
-        Path(options.run),
-        with_engine(config, options.engine, options.server, options.server_folder),
-        which,
-        critic=False,
-    )
-    longest = options.max_new_tokens or config.rollout.max_new_tokens
-    if config.several_turns() and options.prompt is None:
-        console = Console(highlight=False)
-        for record in policy.play(options.samples, longest, options.temperature, options.seed):
+    policy, console = Policy(source, which, settings, critic=False), Console(highlight=False)
+    if played:
+        for record in policy.play(settings.n or 5):
             console.print(spoken(transcript(record)), end="\n\n", soft_wrap=True)
         return
-    prompts = policy.prompts(options.prompt, options.samples, longest, options.chat)
-    for text in prompts.continued(policy.complete(prompts, longest, options.temperature, options.seed)):
-        print(visible(text))
+    n, sampling = settings.n or (1 if each or asked else 5), policy.config.rollout
+    for batch in policy.complete(policy.prompts(prompts, n, sampling.max_new_tokens, each), sampling):
+        lines = map(json.dumps, completion_ids(batch)) if options.ids else map(visible, batch.texts())
+        print("\n".join(lines), flush=True)
+
+
+def asked_for(prompt: str) -> list[Any]:
+    """The prompts of `--prompt`: texts, and conversations that are written as JSON.
+
+    Raises:
+        ConfigError: a conversation is not JSON, or standard input is empty.
+    """
+    lines = [prompt]
+    if prompt == "-":
+        accept_any_bytes(sys.stdin)
+        lines = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+        if not lines:
+            raise ConfigError("--prompt is -, and standard input has no line; give one prompt per line")
+    prompts: list[Any] = []
+    for line in lines:
+        try:
+            prompts.append(json.loads(line) if CONVERSATION.match(line) else line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--prompt is {line!r:.60}, a conversation that is not JSON: {error}") from error
+    return prompts
 
 
 def chat_parser() -> Parser:
     """The parser of `tokencredit chat`."""
-    parser = new_command("Send the same messages to models, side by side.")
-    parser.positional(
-        "model", "MODEL, the folder of a run or a model, or a hub id", help="Folder of a run or a model, or a hub id."
-    )
-    parser.add_argument("--base", action="store_true", help="Also show the model that the run started from.")
+    parser = model_parser("Send the same messages to models, side by side.", SamplingOptions)
     parser.add_argument(
         "--beside", nargs="+", default=[], metavar="MODEL", help="Further models: runs, folders or hub ids."
     )
     parser.add_argument("--message", help="Answer this one message; by default those of standard input.")
-    parser.add_argument(
-        "--max_new_tokens", type=POSITIVE_INT, help="Longest reply, in tokens; by default the run's, or 128."
-    )
-    parser.add_argument("--temperature", type=POSITIVE_FLOAT, help="Sampling temperature; by default the run's, or 1.")
-    parser.add_argument("--seed", type=SEED, default=1, help="Seed of all randomness, the same for each model.")
     return parser
 
 
@@ -94,19 +126,20 @@ def chat(options: Options) -> None:
     """Run `tokencredit chat`."""
     if options.message is not None and not options.message.strip():
         raise ConfigError("--message is empty; give a text, or leave it out to read standard input")
-    sources = [(read_source(name, options.no_code), "policy") for name in (options.model, *options.beside)]
-    if options.base:
-        if sources[0][0].run is None:
-            raise ConfigError(f"--base needs a run; {options.model!r} is a model")
-        sources.insert(0, (sources[0][0], "base"))
+    settings = build(SamplingOptions, options.settings)
+    sources = [(source_of(options, which_of(options)), "policy")]
+    if (which := which_of(options)) != "policy":  # beside the last policy
+        sources.insert(0, (sources[0][0], which))
+    sources += [(read_source(name, options.no_code), "policy") for name in options.beside]
+    for source, _ in sources:
+        settings.configure(source, options.no_code)
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.tools import chat as chats
 
     disable_progress_bar()
-    settings = options.max_new_tokens, options.temperature, options.seed
-    speakers = [chats.load_speaker(source, which, *settings) for source, which in sources]
+    speakers = [chats.load_speaker(source, which, settings) for source, which in sources]
     console = Console(highlight=False)
     if options.message is not None:
         chats.show(speakers, chats.answer(speakers, options.message), console)
@@ -116,27 +149,16 @@ def chat(options: Options) -> None:
 
 def evaluate_parser() -> Parser:
     """The parser of `tokencredit evaluate`."""
-    parser = new_command("Evaluate a trained policy, or any model, by any reward.", kind=EvaluateOptions)
-    parser.add_argument("run", nargs="?", help="Folder of a run.")
-    parser.add_argument("--model", help="Another model: its folder or hub id, or the folder of a run.")
-    parser.add_argument("--base", action="store_true", help="Evaluate the model that the run started from.")
-    parser.add_argument(
-        "--best", action="store_true", help="Evaluate the policy with the best evaluation, instead of the last."
-    )
+    parser = model_parser("Evaluate a trained policy, or any model, by any reward.", EvaluateOptions)
     parser.add_argument("--out", metavar="FILE", help="New JSON file for the metrics and the settings.")
     return parser
 
 
 def evaluate(options: Options) -> None:
     """Run `tokencredit evaluate`."""
-    if options.run is None and options.model is None:
-        raise ConfigError("evaluate needs RUN, the folder of a run, or --model MODEL")
-    if options.run is not None and options.model is not None:
-        raise ConfigError("RUN and --model are both given; leave one of them out")
-    if options.run is not None:
-        run_config_file(Path(options.run))
     settings = build(EvaluateOptions, options.settings)
-    source, which = read_source(options.model if options.run is None else options.run), which_of(options)
+    which = which_of(options)
+    source = source_of(options, which)
     source = replace(source, config=settings.configure(source, options.no_code))
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
@@ -150,13 +172,6 @@ def evaluate(options: Options) -> None:
         write_metrics(out, source, which, reference, metrics)
 
 
-def which_of(options: Options) -> str:
-    """The model of a run that `--base` and `--best` choose."""
-    if options.base and options.best:
-        raise ConfigError("--base and --best are both given; leave one of them out")
-    return "base" if options.base else "best" if options.best else "policy"
-
-
 def check_template_parser() -> Parser:
     """The parser of `tokencredit check-template`."""
     parser = new_command(
@@ -164,7 +179,7 @@ def check_template_parser() -> Parser:
     )
     parser.positional(
         "model",
-        "MODEL, the folder of a run or a model, or a hub id",
+        SOURCE,
         help="Folder of a model or a run, or a hub id; no weights are loaded.",
     )
     parser.add_argument(

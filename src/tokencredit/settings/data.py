@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -11,6 +12,8 @@ from tokencredit.settings.fields import Group, check_value, hints_of, no_group, 
 
 TEXTS = ["This movie was really"]
 """Default prompts."""
+CONVERSATION = re.compile(r"""\s*\[\s*\{.*?["']role["']\s*:""", re.DOTALL)
+"""Beginning of a list of messages as JSON or Python writes it."""
 
 
 @dataclass

@@ -268,6 +268,17 @@ class ModelSource:
     scored: bool = False
     """True if the configuration has the prompts and rewards of a run of `tokencredit train`."""
 
+    def lacks(self, part: str, flags: str) -> ConfigError:
+        """The error that this source has no prompts or reward, which flags give."""
+        here = self.name.startswith("builtin:") or Path(self.name).expanduser().exists()
+        whose = "" if here else "is no folder here, and as a model of the hub it "
+        return ConfigError(f"{self.name!r} {whose}has no {part} of its own; give {flags}")
+
+
+def is_path(name: str) -> bool:
+    """True for the name of a model that is a folder, whether it exists or not, and no hub id."""
+    return Path(name).exists() or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+
 
 def read_source(name: str, no_code: bool = False) -> ModelSource:
     """The source of a run's or a model's folder, or of a hub id; nothing is loaded. `no_code` as in `read_config`.
@@ -279,7 +290,7 @@ def read_source(name: str, no_code: bool = False) -> ModelSource:
     if not name:
         raise ConfigError("the name of the model is empty; give the folder of a run or a model, or a hub id")
     if not (folder / "config.yaml").is_file():
-        if folder.exists() and not any((folder / file).is_file() for file in MODEL_FILES):
+        if is_path(name) and not any((folder / file).is_file() for file in MODEL_FILES):
             raise ConfigError(
                 f"{name!r} is neither a run's folder nor a model's: it has neither config.yaml nor "
                 f"{' or '.join(MODEL_FILES)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,20 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.runs.untrusted import accept_any_bytes, visible, visible_lines
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.run_kind import ModelSource, with_engine
+from tokencredit.settings.run_kind import ModelSource
 from tokencredit.text.data.prompts import Prompt, PromptBatch, Prompts
 from tokencredit.text.models.model_loading import max_prompt_length
-from tokencredit.text.models.run_models import load_source
-from tokencredit.text.pipeline import Pipeline
-from tokencredit.text.ppo_setup import build_pipeline
-
-LONGEST = 128
-"""Longest reply of a model without a run of its own, in tokens, unless its context is shorter than two of them."""
+from tokencredit.tools.scoring_options import SamplingOptions
+from tokencredit.tools.trained_policy import Policy
 
 
 @dataclass
@@ -34,10 +28,7 @@ class Speaker:
     """A model in a chat. With a chat template it sees the whole conversation; without one it continues each message."""
 
     name: str
-    pipeline: Pipeline
-    sampling: SamplingConfig
-    prompts: PromptsConfig
-    """Tokenization of the conversation."""
+    policy: Policy
     generator: torch.Generator
     """Random numbers of the replies."""
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -45,7 +36,7 @@ class Speaker:
     @property
     def converses(self) -> bool:
         """True if the tokenizer has a chat template."""
-        return self.pipeline.tokenizer.chat_template is not None
+        return self.policy.tokenizer.chat_template is not None
 
     def read(self, message: str) -> PromptBatch:
         """The message as a prompt, after as many of the earlier turns as fit.
@@ -53,25 +44,29 @@ class Speaker:
         Raises:
             ConfigError: the message alone does not fit, has no token, or the chat template rejects it.
         """
-        limit = max_prompt_length(self.pipeline.policy.lm, self.sampling.max_new_tokens)
+        longest = self.policy.config.rollout.max_new_tokens
+        limit = max_prompt_length(self.policy.model.lm, longest)
+        own = self.policy.config.prompts
+        settings = PromptsConfig(add_bos=own.add_bos, chat_template_kwargs=own.chat_template_kwargs)
         turns = [*self.history, user(message)]
         while True:
             prompt: Prompt = turns if self.converses else message
-            batch = Prompts([{"prompt": prompt}], self.pipeline.tokenizer, self.prompts, name="the message").batch(0, 1)
+            batch = Prompts([{"prompt": prompt}], self.policy.tokenizer, settings, name="the message").batch(0, 1)
             length = batch.ids.shape[1]
             if limit is None or length <= limit:
                 return batch
             if not self.converses or len(turns) == 1:
                 raise ConfigError(
                     f"the message has {length} tokens, and {max(limit, 0)} fit into the context of {self.name!r} "
-                    f"beside --max_new_tokens {self.sampling.max_new_tokens}; shorten one of them"
+                    f"beside --max_new_tokens {longest}; shorten one of them"
                 )
             turns = turns[2:]
 
     def reply(self, message: str, batch: PromptBatch) -> str:
         """Sample the reply to a message that `read` has tokenized."""
-        uniforms = torch.rand(1, self.sampling.max_new_tokens, generator=self.generator)
-        text = self.pipeline.sample(batch, self.sampling, uniforms).completions[0]
+        sampling = self.policy.config.rollout
+        uniforms = torch.rand(1, sampling.max_new_tokens, generator=self.generator)
+        text = self.policy.pipeline.sample(batch, sampling, uniforms).completions[0]
         if self.converses:
             self.history += [user(message), {"role": "assistant", "content": text}]
         return text
@@ -82,42 +77,11 @@ def user(message: str) -> dict[str, Any]:
     return {"role": "user", "content": message}
 
 
-def load_speaker(
-    source: ModelSource, which: str, max_new_tokens: int | None, temperature: float | None, seed: int
-) -> Speaker:
-    """Load a model for a chat.
-
-    Args:
-        source: a run, or a model by name.
-        which: of a run, `policy`, or `base` for the model it started from.
-        max_new_tokens: longest reply, in tokens; None for the run's, or `LONGEST`.
-        temperature: sampling temperature; None for the run's, or 1.
-        seed: seed of the replies; models with the same seed have the same random numbers.
-
-    Raises:
-        ConfigError: the model cannot be loaded.
-    """
-    processes, own = Processes(), source.config.rollout
-    models = load_source(source, which, processes)
-    if max_new_tokens is None and not source.scored:
-        context = max_prompt_length(models.policy.lm, 0)
-        max_new_tokens = LONGEST if context is None else min(LONGEST, max(context // 2, 1))
-    longest = max_new_tokens or own.max_new_tokens
-    sampling = replace(
-        own,
-        max_new_tokens=longest,
-        min_new_tokens=min(own.min_new_tokens, longest),
-        temperature=temperature or own.temperature,
-    )
-    return Speaker(
-        source.name + (" (base)" if which == "base" else ""),
-        build_pipeline(with_engine(source.config), models, [], processes),
-        sampling,
-        PromptsConfig(
-            add_bos=source.config.prompts.add_bos, chat_template_kwargs=source.config.prompts.chat_template_kwargs
-        ),
-        torch.Generator().manual_seed(seed),
-    )
+def load_speaker(source: ModelSource, which: str, options: SamplingOptions) -> Speaker:
+    """Load a model for a chat; arguments as in `Policy`, but for the seed: all models have the same, by default 1."""
+    policy = Policy(source, which, options, critic=False)
+    name = source.name + (" (base)" if which == "base" else "")
+    return Speaker(name, policy, torch.Generator().manual_seed(1 if options.seed is None else options.seed))
 
 
 def chat(

@@ -1,4 +1,4 @@
-"""Load what a run trained: `tokencredit.load`."""
+"""Load a model to sample from: `tokencredit.load`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.reader import read_yaml
-from tokencredit.settings.run_kind import CONTROL, read_config, read_policy_config, run_kind_of, with_engine
+from tokencredit.settings.run_kind import CONTROL, read_config, read_source, run_kind_of
 
 if TYPE_CHECKING:
     from tokencredit.control.trained_agent import TrainedAgent
     from tokencredit.tools.trained_policy import Policy
 
 
-def load(run: str | Path, which: str = "policy") -> Policy | TrainedAgent:
-    """The policy of a language model's run, or the agent of a run of `tokencredit control`.
+def load(name: str | Path, which: str = "policy") -> Policy | TrainedAgent:
+    """The policy of a language model's run, a model by itself, or the agent of a run of `tokencredit control`.
 
     Args:
-        run: the folder of a finished run.
-        which: `policy`, `best`, or `base` for the model that the run started from; an agent has only `policy`.
+        name: the folder of a finished run, the folder of a model or an adapter, or a hub id.
+        which: of a run, `policy`, `best`, or `base` for the model it started from; an agent has only `policy`.
 
     Raises:
-        ConfigError: the folder holds no run, or the run has no such policy.
+        ConfigError: there is no such model, or the run has no such policy.
     """
-    file = Path(run).expanduser() / "config.yaml"
+    file = Path(name).expanduser() / "config.yaml"
     settings = read_yaml(file) if file.is_file() else None
     if not isinstance(settings, Mapping) or run_kind_of(settings) is not CONTROL:
         from tokencredit.tools.trained_policy import Policy
 
-        return Policy(file.parent, with_engine(read_policy_config(file.parent)), which)
+        return Policy(read_source(str(name)), which)
     if which != "policy":
         raise ConfigError(f"which is {which!r}; the run of an agent has only its 'policy'")
     require_gymnasium()

@@ -1,16 +1,16 @@
-"""Options of the commands that sample from a model and score it: prompts, rewards, sampling.
+"""Options of the commands that sample from a model, and score it: sampling, prompts, rewards.
 
 Imported before anything heavy, so neither torch nor transformers may be imported here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import EnvironmentConfig, PromptsConfig, RewardTerm, ScoreConfig
-from tokencredit.settings.fields import check, refuse_unused, setting
+from tokencredit.settings.fields import Named, check, refuse_unused, setting
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, SamplingConfig
 from tokencredit.settings.run_kind import ModelSource, refuse_foreign_code, with_engine
 from tokencredit.settings.text import PPOConfig
@@ -18,8 +18,8 @@ from tokencredit.settings.training import MAX_SEED, KLConfig, StopConfig
 
 Sampling = TypeVar("Sampling", bound=SamplingConfig)
 
-SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
-"""Options of `ScoringOptions` that are sampling settings."""
+SAMPLING = [item.name for item in fields(SamplingConfig)]
+"""Options that are sampling settings."""
 FROM_PYTHON = {
     "reward": ("reward_funcs",),
     "prompts": ("train_dataset", "eval_dataset"),
@@ -35,19 +35,15 @@ FLAGS = {
 
 
 @dataclass
-class ScoringOptions:
-    """Prompts, rewards and sampling; null and empty stand for the run's own settings."""
+class SamplingOptions(Named):
+    """The model and its sampling; null stands for the run's own settings, or the defaults of a model by itself."""
 
     seed: int | None = setting(None, at_least=0, at_most=MAX_SEED)
     """Seed of all randomness; null for the run's, or 1."""
-    prompts: PromptsConfig = field(default_factory=PromptsConfig)
-    """Prompts, with the keys of `tokencredit train`; the run's without a text or dataset."""
-    reward: list[RewardTerm] = field(default_factory=list)
-    """Reward terms, as in `tokencredit train`; empty for the run's."""
-    reference: str | None = None
-    """Reference model of the KL: folder of a run or a model, or a hub id; null for the run's own, or none."""
     max_new_tokens: int | None = setting(None, at_least=1)
-    """Longest completion, in tokens; null for the run's, or 24."""
+    """Longest completion, in tokens; null for the run's, or of a model by itself 128, at most half of its context."""
+    min_new_tokens: int | None = setting(None, at_least=0)
+    """Shortest completion, in tokens, before it may end; null for the run's, or 0."""
     temperature: float | None = setting(None, above=0)
     """Sampling temperature; null for the run's, or 1."""
     top_k: int | None = setting(None, at_least=1)
@@ -58,6 +54,8 @@ class ScoringOptions:
     """Min-p sampling; null for the run's, or none."""
     stop: list[str] | None = None
     """Stop strings; null for the run's, or none."""
+    stop_at_eos: bool | None = None
+    """End a completion at an end-of-sequence token; null for the run's, or true."""
     engine: EngineName | None = None
     """Sampling engine; null for local, whatever the run's was (docs/engines.md)."""
     server: str | None = setting(None, needs="engine: vllm")
@@ -72,36 +70,111 @@ class ScoringOptions:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values that cannot work."""
         check(self)
-        if not self.given("prompts") and self.prompts != PromptsConfig():
-            raise ConfigError(f"prompts has neither text nor dataset; give {FLAGS['prompts']}")
         if "" in (self.stop or ()):
             raise ConfigError("stop has an empty text, which would end every completion; leave it out")
         refuse_unused(self, rows=())
 
-    def given(self, key: str) -> bool:
-        """True if these options have prompts, rewards or an environment of their own."""
-        own = {"reward": bool(self.reward), "prompts": bool(self.prompts.text or self.prompts.dataset)}
-        return own.get(key, False)
-
-    def needs(self) -> tuple[str, ...]:
-        """The keys of `FROM_PYTHON` that must be given or the run's own."""
-        return tuple(FROM_PYTHON)
-
     def sampling(self, own: Sampling) -> Sampling:
         """Sampling settings: a run's own with those that are given."""
-        given = {key: value for key in SAMPLING if (value := getattr(self, key)) is not None}
+        given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         longest = given.get("max_new_tokens", own.max_new_tokens)
-        return replace(own, **given, min_new_tokens=min(own.min_new_tokens, longest))
+        if given.get("min_new_tokens", 0) > longest:
+            raise ConfigError(f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {longest}")
+        return replace(own, **{"min_new_tokens": min(own.min_new_tokens, longest)} | given)
+
+    def own_sampling(self, config: PPOConfig) -> SamplingConfig:
+        """The sampling settings that hold where none are given."""
+        return config.rollout
 
     def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
-        """The source's configuration with prompts, rewards, seed and dtype that are given.
+        """The source's configuration with what is given, for sampling without training.
 
         Args:
             source: the model.
             no_code: refuse rewards and models that would execute user code.
 
         Raises:
-            ConfigError: prompts or rewards are neither given nor the run's own, or user code is refused.
+            ConfigError: sampling settings do not go together, or user code is refused.
+        """
+        config, model = source.config, source.config.model
+        sampling = self.sampling(self.own_sampling(config))
+        trust = self.trust_remote_code or model.trust_remote_code
+        model = replace(model, dtype=self.dtype or model.dtype, trust_remote_code=trust)
+        seed = config.seed if self.seed is None else self.seed
+        # Nothing is trained, so the rules about training do not limit the sampling.
+        untrained: dict[str, Any] = {
+            "kl": KLConfig(config.kl.coef, config.kl.place, config.kl.estimator),
+            "ppo": replace(config.ppo, target_kl=None, mask_truncated=False),
+            "off_policy": OffPolicyConfig(),
+            "stop": StopConfig(),
+            "score": ScoreConfig(),
+            "eval": replace(config.eval, max_new_tokens=None, temperature=None),
+        }
+        config = replace(config, seed=seed, model=model, **untrained)
+        config = with_engine(config, self.engine or "local", self.server, self.server_folder)
+        config = replace(config, rollout=replace(config.rollout, **{x: getattr(sampling, x) for x in SAMPLING}))
+        refuse_foreign_code(config, no_code)
+        return config
+
+
+@dataclass
+class PromptedOptions(SamplingOptions):
+    """The same with prompts."""
+
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    """Prompts, with the keys of `tokencredit train`; the run's without a text or dataset."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that cannot work."""
+        if not self.given("prompts") and self.prompts != PromptsConfig():
+            raise ConfigError(f"prompts has neither text nor dataset; give {FLAGS['prompts']}")
+        super().__post_init__()
+
+    def given(self, key: str) -> bool:
+        """True if these options have prompts, rewards or an environment of their own."""
+        return key == "prompts" and bool(self.prompts.text or self.prompts.dataset)
+
+    def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
+        """As `SamplingOptions.configure`, with the prompts that are given."""
+        config = super().configure(source, no_code)
+        if not self.given("prompts"):
+            return config
+        training_prompts = replace(config.eval, text=None, dataset=None, split="train")
+        return replace(config, prompts=self.prompts, eval=training_prompts)
+
+
+@dataclass
+class GenerateOptions(PromptedOptions):
+    """Options of `tokencredit generate`."""
+
+    n: int | None = setting(None, at_least=1)
+    """Number of completions of each prompt that is given, else of the run's prompts in turn; null for 1 and 5."""
+
+
+@dataclass
+class ScoringOptions(PromptedOptions):
+    """Options of commands that score completions: the same with rewards and a reference model."""
+
+    max_new_tokens: int | None = setting(None, at_least=1)
+    """Longest completion, in tokens; null for the run's, or 24."""
+    reward: list[RewardTerm] = field(default_factory=list)
+    """Reward terms, as in `tokencredit train`; empty for the run's."""
+    reference: str | None = None
+    """Reference model of the KL: folder of a run or a model, or a hub id; null for the run's own, or none."""
+
+    def given(self, key: str) -> bool:
+        """As `PromptedOptions.given`."""
+        return bool(self.reward) if key == "reward" else super().given(key)
+
+    def needs(self) -> tuple[str, ...]:
+        """The keys of `FROM_PYTHON` that must be given or the run's own."""
+        return tuple(FROM_PYTHON)
+
+    def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
+        """As `PromptedOptions.configure`, with the rewards that are given.
+
+        Raises:
+            ConfigError: also if prompts or rewards are neither given nor the run's own.
         """
         missing = [key for key in self.needs() if not self.given(key)]
         python = source.config.python
@@ -113,19 +186,9 @@ class ScoringOptions:
                 f"{' and '.join(FLAGS[key] for key in lost)}, or evaluate it there: PPOTrainer(…).evaluate()"
             )
         if (missing := [key for key in missing if key != "env"]) and not source.scored:
-            raise ConfigError(f"{source.name!r} has no {missing[0]} of its own; give {FLAGS[missing[0]]}")
-        config, model = source.config, source.config.model
-        if self.given("prompts"):
-            training_prompts = replace(config.eval, text=None, dataset=None, split="train")
-            config = replace(config, prompts=self.prompts, eval=training_prompts)
-        trust = self.trust_remote_code or model.trust_remote_code
-        model = replace(model, dtype=self.dtype or model.dtype, trust_remote_code=trust)
-        seed = config.seed if self.seed is None else self.seed
-        reward, no_update = self.reward or config.reward, OffPolicyConfig()
-        config = replace(config, seed=seed, model=model, reward=reward, off_policy=no_update)
-        config = with_engine(config, self.engine or "local", self.server, self.server_folder)
-        refuse_foreign_code(config, no_code)
-        return config
+            raise source.lacks(missing[0], FLAGS[missing[0]])
+        config = replace(source.config, reward=self.reward or source.config.reward)
+        return super().configure(replace(source, config=config), no_code)
 
 
 @dataclass
@@ -159,17 +222,15 @@ class EvaluateOptions(ScoringOptions):
             env = self.env.with_limits_of(run.env) if self.env.factory is not None else run.env
             source = replace(source, config=replace(run, env=env, tools=self.tools or run.tools))
         config = super().configure(source, no_code)
-        evaluation = replace(
-            config.eval,
-            max_new_tokens=None,
-            temperature=None,
-            samples=self.samples or config.eval.samples,
-            best_of=self.best_of or config.eval.best_of,
-        )
-        # Nothing is trained, so the rules about training do not limit the sampling.
-        kl = KLConfig(config.kl.coef, config.kl.place, config.kl.estimator)
-        rollout = self.sampling(config.evaluation_sampling())
-        return replace(config, rollout=rollout, eval=evaluation, kl=kl, stop=StopConfig(), score=ScoreConfig())
+        sizes: dict[str, Any] = {
+            "samples": self.samples or config.eval.samples,
+            "best_of": self.best_of or config.eval.best_of,
+        }
+        return replace(config, eval=replace(config.eval, **sizes))
+
+    def own_sampling(self, config: PPOConfig) -> SamplingConfig:
+        """The sampling settings of the run's evaluations."""
+        return config.evaluation_sampling()
 
 
 RANKED = "pairs: not unranked"

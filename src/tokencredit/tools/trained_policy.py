@@ -1,8 +1,8 @@
-"""A trained policy for generation and inspection: `tokencredit.load` and `tokencredit generate`."""
+"""A policy, or a model by itself, for generation and inspection: `tokencredit.load` and `tokencredit generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,127 +12,118 @@ import torch
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.fields import unknown_key
 from tokencredit.settings.parts import label_of
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.settings.run_kind import read_source
-from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.run_kind import ModelSource
+from tokencredit.text.batch import Batch
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prefixes import FIT_FILE, fitted_values
 from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.critic import critic_folder
 from tokencredit.text.models.model_loading import max_prompt_length
-from tokencredit.text.models.run_models import load_run_models
+from tokencredit.text.models.run_models import load_source
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
 from tokencredit.text.rewards.terms import build_terms
 from tokencredit.text.rollout_passes import rollout_logprobs, rollout_values
 from tokencredit.text.turns.environments import load_environments
+from tokencredit.tools.scoring_options import SAMPLING, SamplingOptions
 
-Prompt = str | Sequence[str] | Sequence[Mapping[str, Any]] | None
-"""Text to continue, several of them, or a conversation."""
+Asked = str | Sequence[str] | Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]] | None
+"""A text to continue, a conversation, or a list of either."""
+LONGEST = 128
+"""Longest completion of a model without a run of its own, in tokens, unless its context is shorter than two of them."""
 
 
 class Policy:
-    """The policy of a run, on the run's device and in its dtype, with its critic."""
+    """The policy of a run with its critic, or a model by itself, on the run's device and in its dtype."""
 
-    def __init__(self, run: Path, config: PPOConfig, which: str = "policy", critic: bool = True):
-        """Load the policy of a run's folder, as `load` does, and unless `critic` is false its critic, if it has one."""
-        self.config, processes = config, Processes().alone()
-        self.critic = run / critic_folder(which)
-        self.given = config.python
-        from_data = (run / "config.yaml").is_file() and not read_source(str(run)).scored
-        played = config.several_turns() or bool({"tools", "environment_factory"} & set(self.given))
-        self.prompted = not from_data and not played and "train_dataset" not in self.given
+    def __init__(
+        self, source: ModelSource, which: str = "policy", options: SamplingOptions | None = None, critic: bool = True
+    ):
+        """Load a model, of a run as `load` does, and unless `critic` is false the run's critic, if it has one."""
+        options = options or SamplingOptions()
+        self.config, processes = options.configure(source), Processes().alone()
+        self.name, self.given = source.name, source.config.python
+        self.critic = (source.run or Path(source.name)) / critic_folder(which)
+        played = self.config.several_turns() or bool({"tools", "environment_factory"} & set(self.given))
+        self.prompted = source.scored and not played and "train_dataset" not in self.given
         """The run has prompts of its own, which its folder holds."""
-        models = load_run_models(run, config, which, processes, critic=critic)
-        self.pipeline = build_pipeline(config, models, [], processes)
+        models = load_source(replace(source, config=self.config), which, processes, critic=critic)
+        self.pipeline = build_pipeline(self.config, models, [], processes)
         self.model, self.tokenizer = models.policy, models.tokenizer
+        if not source.scored and options.max_new_tokens is None:
+            context = max_prompt_length(self.model.lm, 0)
+            longest = LONGEST if context is None else min(LONGEST, max(context // 2, 1))
+            self.config = replace(self.config, rollout=replace(self.config.rollout, max_new_tokens=longest))
 
     def generate(
-        self,
-        prompt: Prompt = None,
-        n: int = 1,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        seed: int = 1,
-    ) -> list[str]:
+        self, prompt: Asked = None, n: int = 1, *, seed: int | None = None, ids: bool = False, **sampling: Any
+    ) -> list[str] | list[list[int]]:
         """Sample `n` completions, without their prompts; of several prompts `n` each, in their order.
 
         Args:
-            prompt: text to continue, a conversation, or a list of texts; None takes the run's own prompts in turn.
+            prompt: text to continue, a conversation, or a list of either; None takes the run's own prompts in turn.
             n: number of completions, of each prompt.
-            max_new_tokens: longest completion; None for the run's.
-            temperature: divides the logits; None for the run's.
-            seed: seed of the sampling.
+            seed: seed of the sampling; None for the run's, or 1.
+            ids: return token ids, with the end-of-sequence token of a completion that has ended.
+            sampling: `max_new_tokens`, `temperature`, `top_k` and the others of `SamplingConfig`; the run's by default.
 
         Raises:
-            ConfigError: the prompt does not fit into the model's context or has no token, or a number is out of range.
+            ConfigError: the prompt does not fit into the model's context or has no token, or a setting is refused.
         """
-        longest = self.config.rollout.max_new_tokens if max_new_tokens is None else max_new_tokens
-        for name, value in (("n", n), ("max_new_tokens", longest)):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if temperature is not None and temperature <= 0:
-            raise ConfigError(f"temperature is {temperature}; it must be above 0")
-        return self.complete(self.prompts(prompt, n, longest), longest, temperature, seed)
+        if n < 1:
+            raise ConfigError(f"n is {n}; it must be at least 1")
+        if unknown := sampling.keys() - set(SAMPLING):
+            raise ConfigError(unknown_key(min(unknown), SAMPLING))
+        settings = SamplingOptions(**sampling).sampling(self.config.rollout)
+        batches = self.complete(self.prompts(prompt, n, settings.max_new_tokens), settings, seed)
+        rows: list[Any] = [row for batch in batches for row in (completion_ids(batch) if ids else batch.completions)]
+        return rows
 
-    def prompts(self, prompt: Prompt, n: int, max_new_tokens: int, chat: bool = False) -> PromptBatch:
-        """A batch of `n` rows with a prompt, or with the run's own prompts in turn; `n` of each of several texts.
-
-        With `chat` the prompt is a user message, rendered by the tokenizer's chat template.
-        """
+    def prompts(self, prompt: Asked, n: int, max_new_tokens: int, each: bool = False) -> PromptBatch:
+        """A batch of `n` rows of each prompt, or with `each` of the configured ones; else of the run's own in turn."""
         config, rows = self.config.prompts, None
-        if prompt is None and not self.prompted:
-            source = ", which came from Python (train_dataset)" if "train_dataset" in self.given else " to complete"
-            raise ConfigError(f"the run's folder does not hold prompts{source}; give a prompt")
-        if isinstance(prompt, str) and chat:
-            prompt = [{"role": "user", "content": prompt}]
         listed: list[Any] = [] if prompt is None else list(prompt) if isinstance(prompt, list | tuple) else [prompt]
-        if listed and all(isinstance(message, Mapping) for message in listed):
-            config = replace(config, column="prompt", template=None)
-            rows, listed = [{"prompt": listed}], listed[:1]
-        elif all(isinstance(text, str) for text in listed) and (listed or prompt is None):
-            config = PromptsConfig(text=listed, add_bos=config.add_bos) if listed else config
+        if prompt is None:
+            if not (self.prompted or each):
+                source = ", which came from Python (train_dataset)" if "train_dataset" in self.given else ""
+                raise ConfigError(f"{self.name!r} does not hold prompts{source}; give a prompt")
         else:
-            raise ConfigError(f"prompt is {quoted(prompt)}; it must be a text, a list of texts, or a list of messages")
+            if listed and all(isinstance(message, Mapping) for message in listed):
+                listed = [listed]
+            if not listed or not all(isinstance(x, str | list | tuple) for x in listed):
+                raise ConfigError(
+                    f"prompt is {quoted(prompt)}; it must be a text, a list of messages, or a list of either"
+                )
+            rows = [{"prompt": text if isinstance(text, str) else list(text)} for text in listed]
+            kept = {name: getattr(config, name) for name in ("add_bos", "chat_template_kwargs")}
+            config = PromptsConfig(**kept, shuffle=False)
         limit = max_prompt_length(self.model.lm, max_new_tokens)
         seed = self.config.seed
-        loaded = load_prompts(config, self.tokenizer, seed=seed, limit=limit, dataset=rows, dataset_name="--prompt")
-        return loaded.batch(0, n * max(1, len(listed)), n if listed else 1)
+        loaded = load_prompts(config, self.tokenizer, seed=seed, limit=limit, dataset=rows, dataset_name="prompt")
+        each = each or prompt is not None
+        return loaded.batch(0, n * len(loaded.kept) if each else n, n if each else 1)
 
-    def play(
-        self, n: int, max_new_tokens: int, temperature: float | None = None, seed: int = 1
-    ) -> list[dict[str, Any]]:
+    def play(self, n: int) -> list[dict[str, Any]]:
         """Play `n` episodes in the run's environment; returns records as `turns.play.PlayedBatch.record`."""
         if lost := [name for name in ("tools", "environment_factory") if name in self.given]:
             raise ConfigError(f"the run was begun in Python with {', '.join(lost)}, which its folder does not hold")
-        config = self.config
+        config, settings = self.config, self.config.rollout
         environments = load_environments(config.env, config.tools)
         player = build_player(config, self.pipeline.engine, environments)
-        tasks = evaluation_tasks(replace(config, seed=seed)).batch(0, n)
-        settings = self._sampling(max_new_tokens, temperature)
-        uniforms = torch.rand(n, max_new_tokens, generator=torch.Generator().manual_seed(seed))
+        tasks = evaluation_tasks(config).batch(0, n)
+        uniforms = torch.rand(n, settings.max_new_tokens, generator=torch.Generator().manual_seed(config.seed))
         played = player.play(tasks, settings, uniforms)
         return [played.record(row, self.tokenizer) for row in range(n)]
 
-    def complete(
-        self, prompts: PromptBatch, max_new_tokens: int, temperature: float | None = None, seed: int = 1
-    ) -> list[str]:
-        """Sample a completion for each row of prompts; see `generate`."""
-        settings = self._sampling(max_new_tokens, temperature)
-        uniforms = torch.rand(len(prompts.ids), max_new_tokens, generator=torch.Generator().manual_seed(seed))
-        return self.pipeline.sample(prompts, settings, uniforms).completions
-
-    def _sampling(self, max_new_tokens: int, temperature: float | None) -> SamplingConfig:
-        """The run's sampling settings with another length and temperature."""
-        own = self.config.rollout
-        return replace(
-            own,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min(own.min_new_tokens, max_new_tokens),
-            temperature=own.temperature if temperature is None else temperature,
-        )
+    def complete(self, prompts: PromptBatch, settings: SamplingConfig, seed: int | None = None) -> Iterator[Batch]:
+        """Sample a completion for each row of prompts, in batches of the run's size; see `generate`."""
+        generator = torch.Generator().manual_seed(self.config.seed if seed is None else seed)
+        uniforms = torch.rand(len(prompts.ids), settings.max_new_tokens, generator=generator)
+        for rows in torch.arange(len(uniforms)).split(self.config.rollout.batch_size):
+            yield self.pipeline.sample(prompts.select(rows.tolist()), settings, uniforms[rows])
 
     def logprobs(self, text: str, prompt: str = "") -> list[float]:
         """Log-prob of each token of a text after a prompt, at the run's temperature, in nats.
@@ -195,3 +186,9 @@ class Policy:
             values=None,
             truncated=torch.zeros(1, dtype=torch.bool, device=device),
         )
+
+
+def completion_ids(batch: Batch) -> list[list[int]]:
+    """Token ids of each completion, with the end-of-sequence token of one that has ended."""
+    ids: list[list[int]] = batch.rollout.columns(None)["completion_ids"]
+    return ids

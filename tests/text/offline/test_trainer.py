@@ -290,7 +290,7 @@ def test_a_run_is_generated_from_evaluated_and_inspected(lora, data, tmp_path, c
         == 0
     )
     capsys.readouterr()
-    assert refused(capsys, "generate", run) == "the run's folder does not hold prompts to complete; give a prompt"
+    assert "has no prompts of its own; give --prompt, --prompts.text or" in refused(capsys, "generate", run)
     assert main(["generate", run, "--prompt", "The film is", "-n", "2"]) == 0
     assert main(["generate", run, "--base", "--prompt", "The film is", "-n", "2"]) == 0
     assert capsys.readouterr().out.count("The film is") == 4

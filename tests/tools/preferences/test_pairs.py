@@ -55,6 +55,8 @@ def write(tmp_path, name, *arguments, model="builtin:reviews"):
 
 @pytest.mark.slow
 def test_a_file_holds_ranked_pairs_of_what_was_sampled(tmp_path, capsys):
+    from tokencredit.settings.run_kind import read_source
+    from tokencredit.tools.scoring_options import SamplingOptions
     from tokencredit.tools.trained_policy import Policy
 
     rows, about = write(tmp_path, "pairs", *FILM, *SMALL, "--groups", "3", "--samples", "4", "--seed", "5")
@@ -66,11 +68,8 @@ def test_a_file_holds_ranked_pairs_of_what_was_sampled(tmp_path, capsys):
         assert (len(row["chosen"]), len(row["rejected"])) == (row["reward_chosen"], row["reward_rejected"])
         assert row["reward_chosen"] > row["reward_rejected"]
     # The first group, sampled by hand with the same random numbers.
-    from tokencredit.settings.run_kind import read_source
-
-    policy = Policy(tmp_path, read_source("builtin:reviews").config, "base", critic=False)
-    prompts = policy.prompts("This movie was really", 4, 6)
-    sampled = policy.complete(prompts, 6, 1.0, seed=5)
+    policy = Policy(read_source("builtin:reviews"), options=SamplingOptions(max_new_tokens=6))
+    sampled = policy.generate("This movie was really", 4, seed=5)
     assert (rows[0]["chosen"], rows[0]["rejected"]) == (max(sampled, key=len), min(sampled, key=len))
     assert (about["model"], about["seed"], about["sampling"]["max_new_tokens"]) == ("builtin:reviews", 5, 6)
     assert about["reward"][0]["kwargs"] == {"unit": "characters"}

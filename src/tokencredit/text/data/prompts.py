@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import column_names
-from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.data import CONVERSATION, PromptsConfig
 from tokencredit.text.data.datasets import column_values, rows_of
 from tokencredit.text.rewards.texts import answer, content, for_template, prefilled
 
@@ -27,10 +26,6 @@ if TYPE_CHECKING:
 
 Prompt = str | list[dict[str, Any]]
 """A plain text, or a conversation: messages with a role and a content."""
-
-
-WRITTEN_OUT = re.compile(r"""\s*\[\s*\{.*?["']role["']\s*:""", re.DOTALL)
-"""Beginning of a list of messages as JSON or Python writes it."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +261,7 @@ class Prompts:
             except ValueError as error:
                 raise ConfigError(f"{self._label(index)}: {error}") from error
         if isinstance(prompt, str) and not self.conversational:
-            if not index and WRITTEN_OUT.match(prompt):
+            if not index and CONVERSATION.match(prompt):
                 raise ConfigError(
                     f"{self._label(index)} is a conversation written out as a text, {prompt!r:.60}; make it a list of "
                     "messages (in JSON or Parquet, for CSV has only texts)"

@@ -27,6 +27,7 @@ from tokencredit.distributed.sharding import whole
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.run_kind import is_path
 from tokencredit.text.models.architecture import trunk_of, weight_hash
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
 from tokencredit.text.models.sharded_loading import Sharding
@@ -59,10 +60,8 @@ def resolve(name: str, part: str = "policy") -> str:
             kind = {"policy": "world", "sentiment": "classifier"}[part]
             raise ConfigError(f"{name!r} is not a built-in {kind}; choose one of {', '.join(BUILTIN[part])}")
         return str(files("tokencredit") / "demo" / BUILTIN[part][name])
-    folder = Path(name)
-    looks_like_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    if folder.exists() or looks_like_path:
-        folder = folder.expanduser()
+    if is_path(name):
+        folder = Path(name).expanduser()
         if not any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
             raise ConfigError(f"{name!r} is not a model folder: it has no config.json")
         return str(folder.absolute())  # an adapter names its base model by it, wherever it is loaded later

@@ -259,15 +259,17 @@ def save_policy(
         critic.save_head(beside, tokenizer)
 
 
-def load_source(source: ModelSource, which: str, processes: Processes, *, reference: bool = False) -> Models:
-    """Load a run's or a named model to sample from, without a critic; arguments as in `load_run_models`.
+def load_source(
+    source: ModelSource, which: str, processes: Processes, *, reference: bool = False, critic: bool = False
+) -> Models:
+    """Load a run's or a named model to sample from, with a run's critic if asked; arguments as in `load_run_models`.
 
     Raises:
         ConfigError: the model cannot be loaded, or is not a run and `which` asks for another of the run's models.
     """
     args = source.config
     if source.run is not None:
-        return load_run_models(source.run, args, which, processes, reference=reference)
+        return load_run_models(source.run, args, which, processes, reference=reference, critic=critic)
     if which != "policy":
         raise ConfigError(f"--{which} needs a run; {source.name!r} is a model")
     with preserved():

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.run_kind import read_policy_config, with_engine
+from tokencredit.settings.run_kind import read_policy_config, read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.rollout import Rollout
@@ -66,7 +66,7 @@ def inspect_run(
         ConfigError: a model cannot be loaded or read, the two have other shapes, or a word is several tokens.
     """
     started = time.perf_counter()
-    policy = Policy(run, with_engine(config))
+    policy = Policy(replace(read_source(str(run)), config=config))
     tokenizer = policy.tokenizer
     up_ids, down_ids = token_ids(tokenizer, "--up", up), token_ids(tokenizer, "--down", down)
     refuse_overlap(up_ids, down_ids, tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import isfinite
 from pathlib import Path
@@ -27,7 +27,7 @@ from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_source
 from tokencredit.text.pipeline import Pipeline, UnusableBatch
 from tokencredit.text.ppo_setup import build_pipeline
-from tokencredit.tools.scoring_options import PairsOptions
+from tokencredit.tools.scoring_options import SAMPLING, PairsOptions
 
 COUNTS = (
     "groups",
@@ -44,7 +44,6 @@ COUNTS = (
     "flipped",
 )
 """Counts of `Pairs`, in the order of sampling."""
-SAMPLING_SETTINGS = [item.name for item in fields(SamplingConfig)]
 
 
 @dataclass
@@ -215,7 +214,7 @@ def write_pairs(
     else:
         models, pipeline = load_pipeline(source, which, reference, processes)
         pipeline = replace(pipeline, finite=False)
-    sampling = options.sampling(config.rollout)
+    sampling = config.rollout
     limit = max_prompt_length(models.policy.lm, sampling.max_new_tokens, config.ppo.micro_batch_tokens)
     prompts = load_prompts(config.prompts, models.tokenizer, seed=config.seed, limit=limit)
     for line in filter(None, [*models.notes, prompts.dropped()]):
@@ -226,7 +225,7 @@ def write_pairs(
         reasons = ", ".join(f"{name} {number}" for name, number in counts.items() if number)
         raise RunStopped(f"no pair was found ({reasons}); raise --samples or --temperature, or lower --margin")
     about = describe(source, which, reference, config.prompts) | {
-        "sampling": {name: getattr(sampling, name) for name in SAMPLING_SETTINGS},
+        "sampling": {name: getattr(sampling, name) for name in SAMPLING},
         "options": {name: getattr(options, name) for name in ("samples", "groups", "pairs", "margin", "noise")},
         "counts": counts,
     }
