@@ -7,7 +7,7 @@ from tokencredit.cli import main
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import settings_of, unknown_key
-from tokencredit.settings.foreign_names import trl_names
+from tokencredit.settings.foreign_names import names_elsewhere
 from tokencredit.settings.offline import DPOConfig, DPOLossConfig, SFTConfig
 from tokencredit.settings.projects import projects
 from tokencredit.settings.run_kind import RUN_KINDS
@@ -23,6 +23,7 @@ FOREIGN = [
     (PPOConfig, "num_ppo_epochs", "here it is ppo.epochs (docs/from-trl.md)"),
     (PPOConfig, "init_kl_coef", "here it is kl.coef"),
     (PPOConfig, "adap_kl_ctrl", "here it is kl.target"),
+    (PPOConfig, "log_with", "here it is run.trackers"),
     (PPOConfig, "early_stopping", "here it is ppo.target_kl, stop.kl, stop.reward"),
     (PPOConfig, "num_generations", "here it is rollout.per_prompt (docs/from-trl.md)"),
     (PPOConfig, "ref_model", "it has no counterpart here (the reference is a frozen copy of the model"),
@@ -142,10 +143,30 @@ def test_arguments_of_older_trainers():
     with pytest.raises(ConfigError) as caught:
         tc.PPOTrainer(config=None, tokenizer=None, reward_processing_classes=None)
     assert str(caught.value) == (
-        "config is TRL's name for PPOTrainer(args); tokenizer is TRL's name for PPOTrainer(processing_class); "
+        "config is TRL's name for PPOTrainer(args) (docs/from-trl.md); "
+        "tokenizer is TRL's name for PPOTrainer(processing_class) (docs/from-trl.md); "
         "reward_processing_classes is TRL's, and has no counterpart here (a reward model's tokenizer is read from its "
         "folder) (docs/from-trl.md)"
     )
+
+
+def test_a_setting_of_older_trainers_as_an_argument():
+    with pytest.raises(ConfigError, match=r"^log_with is TRL up to 0\.11's name for run\.trackers$"):
+        tc.PPOTrainer(log_with="wandb")
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("-rtg", "here it is advantage.estimator (reward_to_go)"),
+        ("-n", "here it is run.iterations (each is env.number × steps steps)"),
+        ("--use_baseline", "here it is critic.kind (separate)"),
+        ("--no_gpu", "it has no counterpart here (agents are trained on the CPU)"),
+    ],
+)
+def test_flags_of_the_homework(flag, answer, capsys):
+    assert main(["control", flag, "100"]) == 2
+    assert f"unknown key {flag.removeprefix('--')}; {answer}" in capsys.readouterr().err
 
 
 def test_a_name_set_on_a_configuration():
@@ -176,4 +197,4 @@ def test_a_name_in_a_flag_a_file_and_a_dict(tmp_path, capsys):
 
 
 def test_no_name_of_trls_gives_no_message():
-    assert trl_names(["zzz"]) == ""
+    assert names_elsewhere(["zzz"]) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tokencredit.commands import label, run_reports, train, use_model
+from tokencredit.commands import label, migrate, run_reports, train, use_model
 from tokencredit.commands.command_line import Options, Parser, config_parser
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Options], None]]] = {
     "compare": (run_reports.compare_parser, run_reports.compare),
     "sweep": (train.sweep_parser, train.sweep),
     "doctor": (run_reports.doctor_parser, run_reports.doctor),
+    "migrate": (migrate.migrate_parser, migrate.migrate),
     "schema": (train.schema_parser, train.schema),
     "check-template": (use_model.check_template_parser, use_model.check_template),
 }

@@ -18,7 +18,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import RewardTerm
 from tokencredit.settings.fields import at_home, check_value, no_group, options_of, settings_of, unknown_key, wanted_of
-from tokencredit.settings.foreign_names import misspelt
+from tokencredit.settings.foreign_names import counterpart, misspelt
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.settings.reader import build, grouped, load_yaml, merged, read_settings, read_yaml
 from tokencredit.settings.run_kind import RUN_KINDS, other_run_kind, refuse_foreign_code, run_config_file
@@ -243,7 +243,7 @@ class Parser(argparse.ArgumentParser):
         if not argument.startswith("--") or argument == "--":
             key, equals, _ = argument.partition("=")
             known = {} if self.kind is None else settings_of(self.kind)
-            if equals and key not in known and known:
+            if known and key not in known and (equals or (argument.startswith("-") and counterpart(key, known))):
                 return unknown_key(key, known)
             return f"unexpected argument {argument!r}; " + (f"write --{argument}" if equals and known else "see --help")
         name = argument[2:].partition("=")[0]

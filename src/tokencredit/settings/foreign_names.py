@@ -30,9 +30,7 @@ def counterpart(key: str, known: Collection[str]) -> str:
         if not name or (project.needs and project.needs not in known):
             continue
         keys, note = project.answer(name)
-        if any(
-            key not in known for key in re.findall(r"\w+\.\w+", note) if project.needs == "" and "docs/" not in note
-        ):
+        if any(key not in known for key in re.findall(r"\w+\.\w+\b(?<!\.md)(?<!\.jsonl)", note)):
             continue
         note = note or project.page
         brackets = f" ({note})" if note else ""
@@ -79,24 +77,28 @@ def suggestion(key: str, known: Collection[str], otherwise: str = "see --print_c
     return f"{group} has {', '.join(own_keys)}" if group and own_keys else otherwise
 
 
-def trl_names(names: Iterable[str]) -> str:
-    """A message with the keys for TRL's names among these; empty if there is none."""
+def names_elsewhere(names: Iterable[str]) -> str:
+    """A message with the keys for names of TRL's, or of another project's, among these; empty if there is none."""
+    from tokencredit.settings.projects import projects
     from tokencredit.settings.projects.trl import TRL
 
-    answers = {name: TRL.answer(name) for name in names if name in TRL.answers}
-    found = [
-        f"{name} is TRL's" + (f" name for {', '.join(keys)}" if keys else f", and has no counterpart here ({note})")
-        for name, (keys, note) in answers.items()
-    ]
-    return "; ".join(found) + " (docs/from-trl.md)" if found else ""
+    found = []
+    for name in names:
+        project = next((x for x in (TRL, *projects()) if not x.needs and x.name_of(name, patterns=False)), None)
+        if project is not None:
+            keys, note = project.answer(project.name_of(name))
+            what = f" name for {', '.join(keys)}" if keys else f", and has no counterpart here ({note})"
+            page = f" ({project.page})" if project.page else ""
+            found.append(f"{name} is {project.title}'s{what}{page}")
+    return "; ".join(found)
 
 
 def refuse_arguments(names: Collection[str], known: Collection[str]) -> None:
     """Raise `ConfigError` for arguments of `PPOTrainer` that it does not take; `known` are those that it takes."""
     if not names:
         return
-    other = [name for name in names if not trl_names([name])]
+    other = [name for name in names if not names_elsewhere([name])]
     near = misspelt(other[0], known) if other else []
     advice = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}; settings go into args"
     lines = [f"PPOTrainer takes no argument {', '.join(other)}; {advice}"] if other else []
-    raise ConfigError("; ".join(filter(None, [trl_names(names), *lines])))
+    raise ConfigError("; ".join(filter(None, [names_elsewhere(names), *lines])))

@@ -8,6 +8,7 @@ from tokencredit.settings.projects.translation import DEFAULT, Project, Without
 from tokencredit.settings.projects.trl import BATCH, OLD_TRL, TRAINING_ARGUMENTS, TRL
 from tokencredit.settings.projects.values import (
     dtype,
+    every,
     first,
     iterations,
     layers,
@@ -51,6 +52,7 @@ LLAMA_FACTORY = Project(
         "none (the command says it: tokencredit train, sft, reward-model or dpo)": "stage do_train do_eval do_predict",
         "none (give a file of that many rows, or run.iterations)": "max_samples",
         "none (metrics.jsonl, and tokencredit report draws the curves)": "plot_loss",
+        "none (torchrun starts one process per GPU: docs/scaling.md)": "world_size",
         "none (the reference is the starting model, or the model without its new adapter)": "ref_model ref_model_*",
         "none (prompts.dataset names the file itself)": "dataset_dir",
         "none (PyTorch chooses the kernels)": "flash_attn use_unsloth enable_liger_kernel",
@@ -61,7 +63,6 @@ LLAMA_FACTORY = Project(
     },
     values={
         "rollout.batch_size": (f"{BATCH} ppo_buffer_size", product),
-        "ppo.minibatches": ("ppo_buffer_size", lambda size: size),
         "run.iterations": (
             "max_steps num_train_epochs rows =rollout.batch_size",
             lambda steps, epochs, rows, batch: steps if steps and steps > 0 else iterations(None, epochs, rows, batch),
@@ -155,6 +156,7 @@ SWIFT = replace(
         "model.lora.target_modules": ("target_modules", lambda names: layers(True, names)),
         "model.dtype": ("torch_dtype bf16 fp16", lambda name, bf16, fp16: dtype(bf16, fp16, name)),
         "model.quantization": ("quant_bits", lambda bits: quantization(None, None, bits)),
+        "eval.every": ("eval_strategy eval_steps", lambda kind, steps: every(kind or "steps", steps)),
         "prompts.overlong": (
             "truncation_strategy",
             lambda name: (

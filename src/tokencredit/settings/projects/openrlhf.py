@@ -48,7 +48,7 @@ OPENRLHF = Project(
         "model.gradient_checkpointing": "actor.gradient_checkpointing_enable",
         "reward": "reward.model_name_or_path reward.remote_url train.agent_func_path",
         "critic.name": "critic.model_name_or_path",
-        "critic.lr": "critic.adam.lr",
+        "critic.lr, critic.trunk_lr (of a separate critic)": "critic.adam.lr",
         "critic.clip": "critic.value_clip",
         "critic.pretrain (in batches, before the first iteration)": "critic.freezing_steps",
         "prompts.dataset": "data.prompt_dataset",
@@ -130,8 +130,6 @@ OPENRLHF = Project(
         "none (texts alone)": "data.image_key data.max_images_per_prompt actor.freeze_visual_encoder",
         "none (one data set, read whole)": "data.prompt_probs data.dataloader_num_workers data.disable_fast_tokenizer",
         "none (the same seed gives the same run)": "train.full_determinism_enable",
-        "none (not known here)": "actor.* reward.* rollout.* train.* algo.* critic.* eval.* data.* use_ms perf "
-        "ptx_coef",
     },
     aliases={
         **{"pretrain": "actor.model_name_or_path", "reward_pretrain": "reward.model_name_or_path"},
@@ -197,8 +195,6 @@ OPENRLHF = Project(
             "critic.model_name_or_path reward.model_name_or_path actor.model_name_or_path",
             lambda critic, reward, actor: critic or reward or actor,
         ),
-        "critic.trunk_lr": ("critic.adam.lr", lambda lr: lr),
-        "critic.lr": ("critic.adam.lr", lambda lr: lr),
         "critic.pretrain": ("critic.freezing_steps", lambda n: max(int(n), 0)),
         "prompts.dataset": ("data.prompt_dataset", one_dataset),
         "prompts.template": (
@@ -206,7 +202,6 @@ OPENRLHF = Project(
             lambda text: text.replace("{}", "{{ input }}") if text else DEFAULT,
         ),
         "eval.every": ("eval.steps", lambda n: max(int(n), 0)),
-        "rollout.per_prompt": ("rollout.n_samples_per_prompt", lambda n: n),
         "rollout.batch_size": ("rollout.batch_size rollout.n_samples_per_prompt", product),
         "rollout.max_new_tokens": (
             "rollout.max_new_tokens data.max_len",
@@ -220,7 +215,7 @@ OPENRLHF = Project(
         ),
         "off_policy.bounds": (
             "algo.advantage.is_correction_enable algo.advantage.is_correction_threshold",
-            lambda on, pair: [float(x) for x in pair] if on else DEFAULT,
+            lambda on, pair: [float(x) for x in pair or (0.5, 5.0)] if on else DEFAULT,
         ),
         "score.normalize": ("reward.normalize_enable", lambda on: "running" if on else DEFAULT),
         "score.clip": ("reward.clip_range", score_clip),

@@ -67,11 +67,12 @@ class Project:
         """The name in the table that a key, maybe of nested groups, stands for; empty if there is none."""
         key = self.aliases.get(key, key)
         parts = key.split(".")
-        tails = [".".join(parts[number:]) for number in range(len(parts))]
-        exact = next((tail for tail in tails if tail in self.answers), "")
-        if exact or not patterns:
-            return exact
-        return next((name for name in self._patterns for tail in tails if fnmatchcase(tail, name)), "")
+        for tail in (".".join(parts[number:]) for number in range(len(parts))):
+            if tail in self.answers:
+                return tail
+            if patterns and (found := next((name for name in self._patterns if fnmatchcase(tail, name)), "")):
+                return found
+        return ""
 
     def answer(self, name: str) -> tuple[list[str], str]:
         """Keys here of a name in the table, none if it has no counterpart, and the note."""
@@ -112,9 +113,10 @@ def translate(project: Project, given: Mapping[str, Any]) -> Translation:
     whole = {project.name_of(key) or key: key for key, value in given.items() if value is not None}
     values = dict(project.defaults) | {name: given[key] for name, key in whole.items()}
 
-    def origin(names: list[str]) -> str:
+    def origin(names: list[str], value: Any = None) -> str:
         own = {name: whole.get(name, name) for name in names if name in values}
-        parts = [f"{key} {values[name]}{'' if name in whole else ' (default)'}" for name, key in own.items()]
+        shown = {name: "" if str(values[name]) in str(value) else f" {values[name]}" for name in own}
+        parts = [f"{key}{shown[name]}{'' if name in whole else ' (default)'}" for name, key in own.items()]
         return f"default of {project.title}: {names[0]}" if not whole.keys() & own else ", ".join(parts)
 
     rules = {key: (names.split(), function) for key, (names, function) in project.values.items()}
@@ -123,19 +125,25 @@ def translate(project: Project, given: Mapping[str, Any]) -> Translation:
         own = [name for name in names if not name.startswith("=")]
         if not values.keys() & own:
             continue
-        value = function(*[made.settings.get(x[1:]) if x.startswith("=") else values.get(x) for x in names])
+        arguments = [made.settings.get(x[1:]) if x.startswith("=") else values.get(x) for x in names]
+        try:
+            value = function(*arguments)
+        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError):  # a value of another type
+            value = Without("no value that can be read")
         if not isinstance(value, Without):
-            made.settings[key], made.origins[key] = value, origin(own)
+            made.settings[key], made.origins[key] = value, origin(own, value)
         elif value:
             made.undecided[key] = f"{value} ({origin(own)})"
         used |= set(own) if value != DEFAULT else set()
     read = {name for names, _ in rules.values() for name in names}
     made.without = {whole[name]: "as by default here" for name in whole if name in read - used and name != "rows"}
-    for name in [name for name in values if name not in read]:
-        keys, note = project.answer(name) if name in project.answers else ([], "not in the table of names")
-        settings = [key for key in keys if "(" not in key]
-        for key in settings:
-            made.settings[key], made.origins[key] = values[name], origin([name])
-        if not settings:
-            made.without[whole[name]] = note or ", ".join(keys)
+    for name, value in values.items():
+        keys = project.answer(name)[0] if name in project.answers else []
+        for key in (key for key in keys if "(" not in key and key not in rules):
+            made.settings[key], made.origins[key] = value, origin([name], value)
+    for whole_name, value in given.items():
+        name = project.name_of(whole_name)
+        keys, note = project.answer(name) if name else ([], "no counterpart is known")
+        if value is not None and whole_name != "rows" and name not in read and all("(" in key for key in keys):
+            made.without[whole_name] = note or ", ".join(keys)
     return made

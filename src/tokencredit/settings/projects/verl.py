@@ -133,13 +133,14 @@ VERL = Project(
         "score.overlong": "overlong_buffer overlong_buffer.*",
         "run.iterations (passes × prompts × rollout.per_prompt / rollout.batch_size)": "trainer.total_epochs",
         "run.iterations": "trainer.total_training_steps total_training_steps",
-        "run.dir": "trainer.default_local_dir experiment_name default_local_dir",
+        "run.dir": "trainer.default_local_dir trainer.experiment_name experiment_name default_local_dir",
         "run.trackers": "trainer.logger logger",
         "run.save_every": "trainer.save_freq save_freq",
         "run.keep_last": "trainer.max_actor_ckpt_to_keep max_actor_ckpt_to_keep",
         "none (the project of trackers is tokencredit)": "project_name",
         "none (torchrun starts one process per GPU: docs/scaling.md)": "n_gpus_per_node nnodes ray_kwargs.* device "
         "trainer.balance_batch use_legacy_worker_impl nccl_timeout *.ray_init.*",
+        "none (Hydra's own)": "*_target_ defaults hydra.* defaults.*",
         "none (shards are run.shard and sharding)": "fsdp_config.* strategy *.strategy fsdp_size megatron.* "
         "*tensor_model_parallel_size *_parallel_size param_offload optimizer_offload use_shm hybrid_engine",
         "none (ppo.micro_batch_tokens bounds every pass)": "log_prob_* use_dynamic_bsz micro_batch_size "
@@ -149,23 +150,21 @@ VERL = Project(
         "critic.ppo_epochs critic.shuffle critic.loss_agg_mode critic.grad_clip critic.optim.*",
         "none (the critic is as the policy: model.gradient_checkpointing, model.trust_remote_code)": "critic.model.*",
         "none (padding is cut per micro-batch)": "use_remove_padding use_fused_kernels use_liger "
-        "use_torch_compile fused_kernel_options.* tiled_mlp.* *_checkpointing entropy_from_logits_with_chunking",
-        "none (vLLM's own defaults; rollout.engine_memory)": "rollout.* enforce_eager max_num_batched_tokens "
+        "use_torch_compile fused_kernel_options.* tiled_mlp.* entropy_checkpointing entropy_from_logits_with_chunking",
+        "none (vLLM's own defaults; rollout.engine_memory)": "enforce_eager max_num_batched_tokens "
         "max_num_seqs enable_chunked_prefill free_cache_engine load_format",
         "none (a reward model runs in the trainer's process)": "reward_model.*",
         "none (reward terms of your own are functions: docs/rewards.md)": "reward_manager reward_manager.* "
         "reward_fn_key",
         "none (off_policy has corrections of its own)": "rollout_correction.* calculate_log_probs",
         "none (prompts are read as they are)": "data.return_* data.image_* data.video_* data.custom_cls.* "
-        "data.sampler.* data.datagen.* data.*",
+        "data.sampler.* data.datagen.*",
         "none (turns are those of env and tools: docs/turns.md)": "multi_turn.* agent.*",
         "none (the run profiles its stages)": "profiler.* global_profiler.* trace.* prometheus.*",
-        "none (one algorithm is not chosen by several flags)": "pf_ppo.* use_pf_ppo tau_pos tau_neg "
-        "policy_loss.* algorithm.*",
+        "none (one algorithm is not chosen by several flags)": "pf_ppo.* use_pf_ppo tau_pos tau_neg policy_loss.*",
         "none (checkpoints hold everything, and metrics.jsonl each evaluation)": "checkpoint.* val_before_train "
-        "val_only max_critic_ckpt_to_keep resume_mode resume_from_path trainer.*",
-        "none (it is the policy's own: model)": "actor_rollout_ref.model.* ref.* actor.optim.* actor.* "
-        "transfer_queue.*",
+        "val_only max_critic_ckpt_to_keep resume_mode resume_from_path",
+        "none (it is the policy's own: model)": "actor_rollout_ref.model.* ref.* transfer_queue.*",
     },
     values={
         "model.lora.rank": ("actor_rollout_ref.model.lora_rank", lambda number: rank(number, number)),
@@ -176,8 +175,6 @@ VERL = Project(
         ),
         "advantage.estimator": ("algorithm.adv_estimator", lambda name: choice(ESTIMATORS, name)),
         "critic.kind": ("critic.enable algorithm.adv_estimator", critic_kind),
-        "critic.lr": ("critic.optim.lr", lambda lr: lr),
-        "critic.trunk_lr": ("critic.optim.lr", lambda lr: lr),
         "prompts.dataset": ("data.train_files", one_dataset),
         "prompts.overlong": (
             "data.truncation data.filter_overlong_prompts",
@@ -185,8 +182,6 @@ VERL = Project(
         ),
         "eval.dataset": ("data.val_files", one_dataset),
         "eval.every": ("trainer.test_freq", lambda n: max(n, 0)),
-        "eval.best_of": ("rollout.val_kwargs.n", lambda n: n),
-        "rollout.per_prompt": ("actor_rollout_ref.rollout.n", lambda n: n),
         "rollout.batch_size": ("data.train_batch_size actor_rollout_ref.rollout.n", product),
         "rollout.top_k": ("actor_rollout_ref.rollout.top_k", lambda k: k if k > 0 else None),
         "rollout.top_p": ("actor_rollout_ref.rollout.top_p", lambda p: p if p < 1 else None),

@@ -1,0 +1,54 @@
+"""The command `migrate`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tokencredit.commands.command_line import POSITIVE_INT, Options, Parser, new_command
+from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import check_new_file
+
+
+def migrate_parser() -> Parser:
+    """The parser of `tokencredit migrate`."""
+    parser = new_command(
+        "Make a run.yaml of a configuration of TRL, LLaMA-Factory, ms-swift, verl or OpenRLHF.", runs_code=False
+    )
+    parser.positional(
+        "file",
+        "FILE, a YAML, JSON, Python or shell file",
+        nargs="*",
+        help="YAML, JSON, Python or shell file; it is read, never run. Settings of later files override earlier ones.",
+    )
+    parser.add_argument("--rows", type=POSITIVE_INT, help="Number of prompts, if the file counts epochs.")
+    parser.add_argument("--out", metavar="FILE", help="New .yaml file; by default the standard output.")
+    return parser
+
+
+def migrate(options: Options) -> None:
+    """Run `tokencredit migrate`."""
+    out = None if options.out is None else check_new_file("--out", options.out, ".yaml")
+    from tokencredit.tools.migration.reading import read
+    from tokencredit.tools.migration.writing import migrated
+
+    files = [Path(name) for name in options.file]
+    sources = [read(file) for file in files]
+    projects = {source.project.title: source.project for source in sources if source.project is not None}
+    names = ", ".join(map(str, files))
+    if len(projects) != 1:
+        kinds = (
+            f"of several projects, {', '.join(projects)}; migrate" if projects else "of no project that is known; give"
+        )
+        raise ConfigError(f"{names}: {kinds} one at a time")
+    given = {name: value for source in sources for name, value in source.given.items()}
+    given |= {} if options.rows is None else {"rows": options.rows}
+    made = migrated(*projects.values(), given, [note for source in sources for note in source.notes])
+    text = made.text(names)
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")
+    print(made.summary(names), file=sys.stderr)
+    if out is not None:
+        print(f"{out}; check it with: tokencredit train --config {out} --check", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Configurations of other projects, read without running anything, as a run.yaml."""

@@ -1,0 +1,219 @@
+"""Files of other projects, recognised by their content: the project, and its settings by name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.fields import flat, settings_of
+from tokencredit.settings.projects.llama_factory import LLAMA_FACTORY, SWIFT
+from tokencredit.settings.projects.openrlhf import OPENRLHF
+from tokencredit.settings.projects.translation import Project
+from tokencredit.settings.projects.trl import OLD_TRL, TRL
+from tokencredit.settings.projects.verl import VERL
+from tokencredit.settings.reader import MAX_SIZE, load_yaml, read_yaml
+from tokencredit.settings.text import PPOConfig
+from tokencredit.tools.migration.shell import PROCESSES, Script, arguments, flags
+
+PROGRAMS = {
+    re.compile(r"(.*[./])?main_ppo(\.py)?"): VERL,
+    re.compile(r".*openrlhf\.cli\.train_ppo\w*"): OPENRLHF,
+    re.compile(r"rlhf|.*swift/cli/rlhf\.py"): SWIFT,
+    re.compile(r"llamafactory-cli|.*src/train\.py"): LLAMA_FACTORY,
+    re.compile(r".*ppo\w*\.py"): TRL,
+}
+"""Projects by the word of a command that is their program."""
+LOADERS = {
+    "AutoModelForCausalLM": "model_name_or_path",
+    "AutoModelForCausalLMWithValueHead": "model_name_or_path",
+    "AutoModelForSequenceClassification": "reward_model",
+    "load_dataset": "dataset_name",
+}
+"""Names of TRL's by the call whose first argument is their value."""
+KINDS = "TRL's PPOConfig (YAML, JSON or Python), LLaMA-Factory's stage: ppo, ms-swift's rlhf_type: ppo, verl, OpenRLHF"
+
+
+@dataclass
+class Source:
+    """A file's settings.
+
+    Attributes:
+        project: the project that it is of; None if the file alone does not show it.
+        given: its settings, by dotted names.
+        notes: remarks on what was not read.
+    """
+
+    project: Project | None
+    given: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def read(file: Path) -> Source:
+    """The settings of a file, which is never run.
+
+    Raises:
+        ConfigError: it cannot be read, is too long, or is of no project that is known.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(text) > MAX_SIZE:
+        raise ConfigError(f"{file} has {len(text)} characters; a file may have {MAX_SIZE}")
+    if file.suffix == ".py":
+        found = python_source(text, file)
+    elif file.suffix in (".yaml", ".yml", ".json"):
+        found = mapping_source(read_yaml(file), file)
+    else:
+        found = shell_source(text, file)
+    if found is None:
+        raise ConfigError(f"{file}: no settings of PPO were found; it may be of {KINDS}")
+    return found
+
+
+def mapping_source(settings: Any, file: Path) -> Source:
+    """The settings of a YAML or JSON file."""
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{file}: it holds no settings; it must be a mapping of keys to values")
+    given = {key: value for key, value in flat(settings).items() if value is not None and not unresolved(value)}
+    scripts = (shell_source(value, file) for value in given.values() if isinstance(value, str) and "\n" in value)
+    if found := next(filter(None, scripts), None):
+        return found
+    for key, project in (("stage", LLAMA_FACTORY), ("rlhf_type", SWIFT)):
+        if (kind := settings.get(key, "ppo")) != "ppo":
+            raise ConfigError(f"{file}: {key} is {kind}; migrate reads {key}: ppo")
+        if key in settings:
+            return Source(project, given)
+    if {"actor_rollout_ref", "algorithm"} & {key.partition(".")[0] for key in given}:
+        return Source(VERL, given)
+    own, groups = settings_of(PPOConfig), {key.partition(".")[0] for key in settings}
+    if groups & set(own) and not any(TRL.name_of(key) for key in settings if key not in own):
+        raise ConfigError(f"{file}: it is a configuration of tokencredit already; tokencredit train --config {file}")
+    return Source(trl_version(given), given)
+
+
+def unresolved(value: Any) -> bool:
+    """True for a value that repeats another, as in Hydra's files, or has to be given."""
+    return isinstance(value, str) and (value.startswith("${") or value == "???")
+
+
+def trl_version(names: Mapping[str, Any], text: str = "") -> Project | None:
+    """TRL's table with most of the names; None if neither has any."""
+    counts = {project.title: sum(bool(project.name_of(name)) for name in names) for project in (TRL, OLD_TRL)}
+    old = len([name for name in names if OLD_TRL.name_of(name) and not TRL.name_of(name)])
+    new = len([name for name in names if TRL.name_of(name) and not OLD_TRL.name_of(name)])
+    if not any(counts.values()):
+        return None
+    return OLD_TRL if (old, "ValueHead" in text or ".step(" in text) > (new, False) else TRL
+
+
+def shell_source(text: str, file: Path) -> Source | None:
+    """The settings of the first command in a shell script that trains with PPO."""
+    script, found = Script(), list[Source]()
+    for words in script.commands(text):
+        line = " ".join(words)
+        for program, project in PROGRAMS.items():
+            if not (rest := arguments(words, program)):
+                continue
+            source = command_source(project, rest, file)
+            count = PROCESSES.search(line) or re.fullmatch(r"()(\d+)", script.variables.get("NPROC_PER_NODE", ""))
+            if count and project is not VERL and project is not OPENRLHF:
+                source.given.setdefault("world_size", int(count[count.re.groups]))
+            found.append(source)
+            break
+    if len(found) > 1:
+        found[0].notes.append(f"{len(found)} commands train; the first is read")
+    return found[0] if found else None
+
+
+def command_source(project: Project, words: list[str], file: Path) -> Source:
+    """The settings of a command's arguments."""
+    notes: list[str] = []
+    if project is VERL:
+        pairs = [word.lstrip("+").partition("=") for word in words if not word.startswith("-")]
+        given = {key: value_of(value) for key, equals, value in pairs if equals}
+        notes = [f"{word} is Hydra's, and its values are not read" for word in words if word.startswith("-")]
+    else:
+        given = {key: value_of(value) for key, value in flags(words).items()}
+        configs = [word for word in words if word.endswith((".yaml", ".yml", ".json")) and "=" not in word]
+        if project is LLAMA_FACTORY and configs and (own := file.parent / configs[0]).is_file():
+            given = mapping_source(read_yaml(own), own).given | given
+        elif configs and project is LLAMA_FACTORY:
+            notes.append(f"{configs[0]} is not there; give it to migrate as well")
+    if (kind := given.get("rlhf_type", given.get("stage", "ppo"))) != "ppo":
+        raise ConfigError(f"{file}: its command trains with {kind}; migrate reads ppo")
+    given = {key: value for key, value in given.items() if value is not None}
+    return Source(trl_version(given) or TRL if project is TRL else project, given, notes)
+
+
+def value_of(text: Any) -> Any:
+    """The value of a flag: YAML, or the text itself."""
+    if isinstance(text, list):
+        return [value_of(item) for item in text]
+    try:
+        return load_yaml(text) if isinstance(text, str) else text
+    except yaml.YAMLError:
+        return text
+
+
+def python_source(text: str, file: Path) -> Source | None:
+    """The arguments of the first `PPOConfig(…)` with any, and the models and data that are loaded by name; without such
+    a call, a command in the file's docstrings."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{file} is not Python that can be read: {error}") from error
+    nodes = list(ast.walk(tree))
+    constants = {
+        node.targets[0].id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    }
+    calls = [(called(node), node) for node in nodes if isinstance(node, ast.Call)]
+    configs = [node for name, node in calls if name in ("PPOConfig", "PPOv2Config") and node.keywords]
+    if not configs:
+        texts = [x.value.value for x in nodes if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+        found = (shell_source(own, file) for own in texts if isinstance(own, str) and "--" in own)
+        return next((source for source in found if source), None)
+    source = Source(None, {})
+    for name, node in calls:
+        for argument, value in call_arguments(name, node, node in configs[:1]).items():
+            try:
+                source.given.setdefault(argument, ast.literal_eval(constants.get(getattr(value, "id", ""), value)))
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                if node in configs[:1] or name == "LoraConfig":
+                    source.notes.append(f"{argument}={ast.unparse(value)} is computed by the script")
+    source.given = {name: value for name, value in source.given.items() if value is not None}
+    source.project = trl_version(source.given, text)
+    if len(configs) > 1:
+        source.notes.append(f"{len(configs)} calls of PPOConfig; the first is read")
+    return source
+
+
+def called(node: ast.Call) -> str:
+    """The name of what a call calls; the class of `from_pretrained`."""
+    parts = ast.unparse(node.func).split(".")
+    return parts[-2] if parts[-1] == "from_pretrained" and len(parts) > 1 else parts[-1]
+
+
+def call_arguments(name: str, node: ast.Call, config: bool) -> dict[str, ast.expr]:
+    """The arguments of a call that are settings, by TRL's names."""
+    keywords = {item.arg: item.value for item in node.keywords if item.arg}
+    if config:
+        return keywords
+    if name == "LoraConfig":
+        names = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+        names |= {"target_modules": "lora_target_modules"}
+        return {"use_peft": ast.Constant(True)} | {names[key]: x for key, x in keywords.items() if key in names}
+    if name == "BitsAndBytesConfig":
+        return {key: value for key, value in keywords.items() if key.startswith("load_in_")}
+    if name == "load_dataset" and "data_files" in keywords:
+        return {"dataset_name": keywords["data_files"]}
+    return {LOADERS[name]: node.args[0]} if name in LOADERS and node.args else {}

@@ -1,0 +1,214 @@
+"""`tokencredit migrate`: each form of the peers' configurations becomes a run.yaml that loads, and nothing is lost."""
+
+import json
+import textwrap
+
+import pytest
+
+from tokencredit.cli import main
+from tokencredit.settings.projects import projects
+from tokencredit.settings.projects.translation import translate
+from tokencredit.settings.projects.trl import OLD_TRL, TRL
+from tokencredit.settings.text import PPOConfig
+from tokencredit.tools.migration.shell import Script, arithmetic
+
+TRL_YAML = """
+model_name_or_path: org/policy
+reward_model_path: org/reward
+dataset_name: prompts.jsonl
+output_dir: runs/first
+learning_rate: 1.0e-5
+per_device_train_batch_size: 16
+gradient_accumulation_steps: 4
+total_episodes: 2560
+warmup_ratio: 0.1
+bf16: true
+load_best_model_at_end: true
+an_argument_of_mine: 3
+"""
+TRL_PYTHON = """
+from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+raise SystemExit("this file is never run")
+name = "org/policy"
+config = PPOConfig(
+    model_name=name, batch_size=64, mini_batch_size=16, adap_kl_ctrl=False, log_with="wandb", seed=len(name)
+)
+data = load_dataset("json", data_files="prompts.jsonl")
+peft = LoraConfig(r=8, lora_alpha=16)
+"""
+LLAMA_FACTORY = """
+stage: ppo
+model_name_or_path: org/policy
+reward_model: org/reward
+dataset: prompts.jsonl
+finetuning_type: lora
+lora_rank: 4
+ppo_target: 8.0
+top_k: 0
+top_p: 1.0
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+num_train_epochs: 2.0
+bf16: true
+"""
+SWIFT = r"""
+nproc=4
+NPROC_PER_NODE=$nproc \
+swift rlhf --rlhf_type ppo --model org/policy --reward_model org/reward --dataset 'prompts.jsonl#500' \
+    --tuner_type full --response_length 128 --gradient_accumulation_steps $(expr 16 / $nproc) --num_train_epochs 1 \
+    --deepspeed zero3
+"""
+VERL = r"""
+set -x
+MODEL=${MODEL:-org/policy}
+DATA=(
+    data.train_files=$HOME/data/train.parquet
+    data.train_batch_size=$((4 * 64))
+)
+python3 -m verl.trainer.main_ppo \
+    "${DATA[@]}" \
+    algorithm.adv_estimator=gae \
+    actor_rollout_ref.model.path=$MODEL \
+    actor_rollout_ref.rollout.n=2 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.fsdp_config.param_offload=True \
+    +actor_rollout_ref.actor.use_kl_loss=True \
+    critic.model.path="$MODEL" \
+    reward_model.enable=True \
+    reward_model.model.path=org/reward \
+    reward_model.rollout.name=sglang \
+    trainer.logger='["console","wandb"]' \
+    trainer.total_epochs=3 $@
+"""
+VERL_YAML = """
+actor_rollout_ref:
+  model: {path: org/policy}
+  actor: {ppo_epochs: 2, clip_ratio: 0.1, use_fused_kernels: "${oc.select:x,false}"}
+data: {train_files: prompts.parquet, train_batch_size: 128}
+trainer: {total_training_steps: 30}
+"""
+OPENRLHF = r"""
+srun bash -c "pip install ray && ray job submit -- python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.model_name_or_path org/policy --reward.model_name_or_path org/reward \
+   --data.prompt_dataset prompts.jsonl --rollout.batch_size 256 --rollout.n_samples_per_prompt 2 \
+   --train.batch_size 64 --rollout.max_new_tokens 64 --actor.adam.lr 5e-7 --ds.zero_stage 3 --reward.normalize_enable \
+   --algo.kl.init_coef 0.02" &>> log
+"""
+OLD_OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --pretrain org/policy --init_kl_coef 0.02 --vllm_num_engines 2"
+
+CASES = {
+    "trl.yaml": (TRL_YAML, {"optim.lr": 1e-5, "critic.lr": 1e-5, "rollout.batch_size": 64, "run.iterations": 40}),
+    "trl.py": (TRL_PYTHON, {"model.name": "org/policy", "ppo.minibatches": 4, "kl.target": None, "model.lora.rank": 8}),
+    "llama.yaml": (LLAMA_FACTORY, {"model.lora.alpha": 8.0, "kl.target": 8.0, "run.iterations": 63}),
+    "swift.sh": (SWIFT, {"rollout.batch_size": 16, "rollout.max_new_tokens": 128, "prompts.dataset": "prompts.jsonl"}),
+    "verl.sh": (VERL, {"rollout.batch_size": 512, "ppo.minibatches": 4, "kl.place": "loss", "kl.estimator": "k3"}),
+    "verl.yaml": (VERL_YAML, {"ppo.epochs": 2, "ppo.clip": 0.1, "critic.clip": 0.5, "run.iterations": 30}),
+    "openrlhf.sh": (OPENRLHF, {"rollout.batch_size": 512, "ppo.minibatches": 8, "score.normalize": "running"}),
+    "old.sh": (OLD_OPENRLHF, {"model.name": "org/policy", "kl.coef": 0.02, "rollout.engine": "vllm"}),
+}
+
+
+def run(folder, name, text, capsys, *options):
+    """The configuration, the file's text and what is said on the terminal."""
+    (folder / name).write_text(text, encoding="utf-8")
+    out = folder / f"{name}.run.yaml"
+    assert main(["migrate", str(folder / name), "--out", str(out), *options]) == 0
+    return PPOConfig.from_yaml(out), out.read_text(encoding="utf-8"), capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_form_becomes_a_configuration_that_loads(name, tmp_path, capsys):
+    text, expected = CASES[name]
+    config, _, _ = run(tmp_path, name, text, capsys, "--rows", "500")
+    for key, value in expected.items():
+        found = config
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == value, key
+
+
+def test_a_value_names_its_origin_and_what_is_left_is_said(tmp_path, capsys):
+    _, text, told = run(tmp_path, "trl.yaml", TRL_YAML, capsys)
+    assert "  lr: 1.0e-05  # learning_rate\n" in text
+    assert "  warmup: 4  # warmup_steps 0 (default), warmup_ratio 0.1\n" in text
+    assert "  temperature: 0.7  # default of TRL: temperature\n" in text
+    assert "#   load_best_model_at_end: with eval.every the policy with the best mean score is in best/" in text
+    assert "#   an_argument_of_mine: no counterpart is known" in text
+    assert "without counterpart: load_best_model_at_end, an_argument_of_mine" in told
+
+
+def test_a_script_of_python_is_read_and_not_run(tmp_path, capsys):
+    config, _, told = run(tmp_path, "trl.py", TRL_PYTHON, capsys)
+    assert (config.prompts.dataset, config.run.trackers, config.critic.kind) == ("prompts.jsonl", ["wandb"], "shared")
+    assert "not read: seed=len(name) is computed by the script" in told
+    assert "left to you: reward: no reward is named" in told
+
+
+def test_variables_of_a_shell_are_kept_and_named_if_the_script_does_not_set_them(tmp_path, capsys):
+    config, text, told = run(tmp_path, "verl.sh", VERL, capsys)
+    assert config.prompts.dataset == "$HOME/data/train.parquet"
+    assert "holds a variable of the shell: prompts.dataset" in told
+    assert "run.iterations: 3 × the number of prompts / 256; give --rows" in text
+    assert config.rollout.engine == "vllm", "the policy's engine, not the reward model's"
+
+
+def test_later_files_override_and_kinds_do_not_mix(tmp_path, capsys):
+    (tmp_path / "base.yaml").write_text(VERL_YAML)
+    (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.ppo_epochs=7")
+    (tmp_path / "trl.yaml").write_text(TRL_YAML)
+    assert main(["migrate", str(tmp_path / "base.yaml"), str(tmp_path / "run.sh")]) == 0
+    assert "  epochs: 7  # actor_rollout_ref.actor.ppo_epochs\n" in capsys.readouterr().out
+    assert main(["migrate", str(tmp_path / "base.yaml"), str(tmp_path / "trl.yaml")]) == 2
+    assert "of several projects, verl, TRL; migrate one at a time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "stage: sft\n", "stage is sft; migrate reads stage: ppo"),
+        ("a.yaml", "model: {name: x}\nrun: {iterations: 3}\n", "it is a configuration of tokencredit already"),
+        ("a.yaml", "colour: red\n", "of no project that is known"),
+        ("a.sh", "echo hello\n", "no settings of PPO were found"),
+        ("a.py", "print('x'", "is not Python that can be read"),
+        ("a.sh", "swift rlhf --rlhf_type dpo --model x\n", "its command trains with dpo; migrate reads ppo"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(name, text, message, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    assert main(["migrate", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_values_of_other_types_are_left_to_the_user(tmp_path, capsys):
+    bad = {"stage": "ppo", "ppo_target": "high", "per_device_train_batch_size": "x", "learning_rate": -1, "top_p": []}
+    _, _, told = run(tmp_path, "a.json", json.dumps(bad), capsys)
+    for key in ("kl.target", "rollout.batch_size", "optim.lr"):
+        assert f"left to you: {key}: " in told
+    assert "\x1b" not in run(tmp_path, "b.yaml", 'stage: ppo\n"x\\e[2J": 1\nreward_model: "a\\nb: 1"\n', capsys)[1]
+
+
+def test_shell_arithmetic_and_quotes():
+    text = textwrap.dedent("""
+        A=6; B='a b'
+        export A=6
+        run --x $((A * 7)) --y "$B" --z $(date) --w ${C:-$A}
+    """)
+    *_, words = Script().commands(text.replace("A=6; B='a b'", "B='a b'"))
+    assert words == ["run", "--x", "42", "--y", "a b", "--z", "$(date)", "--w", "6"]
+    assert (arithmetic(["7", "/", "0"]), arithmetic(["x"])) == ("", "")
+
+
+@pytest.mark.parametrize("project", [x for x in projects() if x.values], ids=lambda project: project.title)
+def test_defaults_alone_are_settings_here_or_named(project):
+    made = translate(project, {})
+    assert {"optim.lr", "ppo.epochs"} <= set(made.settings)
+    read = {name for names, _ in project.values.values() for name in names.split() if not name.startswith("=")}
+    assert read - {"rows"} <= set(project.answers) | {"actor.use_dynamic_bsz"}, "a rule reads names of the table"
+    assert set(project.defaults) <= set(project.answers)
+
+
+def test_the_trainers_of_both_ages_differ_as_theirs_do():
+    new, old = translate(TRL, {"whiten_rewards": True}).settings, translate(OLD_TRL, {"early_stopping": True}).settings
+    assert (new["critic.kind"], new["score.normalize"], new["score.shift_mean"]) == ("separate", "batch", False)
+    assert (old["critic.kind"], old["ppo.target_kl"], old["kl.target"]) == ("shared", 1.5, 6.0)
