@@ -63,7 +63,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Settings of each by key."""
 LIMIT, SAMPLES = "limit", 2048
 """Key of a world's limit beside its variants, and the reference's completions that it is estimated from."""
-KEPT = ("reward", "kl", "length", "ref_logprob", "distinct", "explained_variance", "lam", "seconds", "attainable")
+KEPT = (
+    "reward",
+    "kl",
+    "length",
+    "ref_logprob",
+    "distinct",
+    "explained_variance",
+    "lam",
+    "critic_share",
+    "seconds",
+    "attainable",
+)
 
 
 class Audits(Callback):

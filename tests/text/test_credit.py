@@ -286,7 +286,7 @@ def test_values_are_the_fit_and_what_the_critic_adds(tokenizer):
     batch, experience = credit.give(with_prefixes(tokenizer, scores, prefixes, values))
     assert batch.fitted[:, 1].tolist() == pytest.approx([1.0, 0.0] * 8, abs=0.15)
     assert batch.fitted[:, 0].tolist() == pytest.approx([0.5] * 16, abs=0.1)
-    assert torch.equal(batch.rollout.values, batch.fitted + torch.tensor(values))
+    assert torch.equal(batch.rollout.values, batch.fitted), "of this critic nothing is known yet"
     # The critic learns the rest, from where it is.
     torch.testing.assert_close(experience.values, torch.tensor(values))
     torch.testing.assert_close(experience.returns, batch.returns - batch.fitted)
@@ -300,7 +300,7 @@ def test_lambda_follows_the_batches_that_the_run_learns_from(tokenizer):
     credit.give(scored, fit=False)
     assert credit.lam == 0.95, "an audit changes nothing"
     batch, _ = credit.give(scored)
-    assert credit.metrics() == {"kl_coef": 0.0, "lam": credit.lam}
+    assert credit.metrics() == {"kl_coef": 0.0, "lam": credit.lam, "critic_share": 0.0}, "a critic that says 0"
     options = {"gamma": 1.0, "lam": credit.lam}
     advantages, _ = estimate("gae", batch.rewards, batch.rollout.values, options=options, mask=scored.rollout.mask)
     assert torch.equal(batch.advantages, advantages)
@@ -310,10 +310,12 @@ def test_lambda_stays_what_it_is_unless_it_is_auto(tokenizer):
     scored = with_prefixes(tokenizer, [1.0, 0.0] * 8, [[0.5, 1.0], [0.5, 0.0]] * 8, [[1.0, 1.0], [0.0, 0.0]] * 8)
     for advantage in (AdvantageConfig(lam=0.9), AdvantageConfig(estimator="td")):  # td reads none
         credit = credit_of(advantage=advantage, critic=PREFIXES, **UNSCALED)
-        batch, _ = credit.give(scored)
+        credit.give(scored)
         assert credit.lam == (0.9 if advantage.estimator == "gae" else 0.95)
-        assert torch.equal(batch.rollout.values, batch.fitted + scored.rollout.values), "the critic's whole output"
-        assert credit.metrics() == {"kl_coef": 0.0}
+        share = credit.metrics().pop("critic_share")
+        assert credit.metrics() == {"kl_coef": 0.0, "critic_share": share}
+        again, _ = credit.give(scored)
+        torch.testing.assert_close(again.rollout.values, again.fitted + share * scored.rollout.values)
 
 
 small = partial(text_config, iterations=2)

@@ -88,7 +88,9 @@ class Batch:
     in_loss: Tensor = EMPTY
     """True at tokens in the loss."""
     fitted: Tensor | None = None
-    """The part of the values that is fitted to `prefixes`, to which the critic's outputs are added."""
+    """The part of the values that is fitted to `prefixes`, to which a share of `critic_outputs` is added."""
+    critic_outputs: Tensor | None = None
+    """Outputs of a critic that learns what the fit leaves of the returns; None without a fit."""
     valued: Tensor = EMPTY
     """True at tokens whose value the critic learns: all, or the first of each turn."""
     weights: Tensor | None = None

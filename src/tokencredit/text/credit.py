@@ -123,7 +123,7 @@ class Credit:
         return replace(scored, returns=returns), self._experience(scored, rollout, advantages, returns)
 
     def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
-        """Add the values fitted to the scores of prefixes to those of the critic; this batch joins the fit."""
+        """Values fitted to the scores of prefixes, with a share of the critic's; this batch joins the fit."""
         if self.own is not None:
             return replace(scored, rollout=replace(scored.rollout, values=self._own_values(scored, self.own)))
         if scored.prefixes is None or not self.args.critic.ours:
@@ -133,8 +133,11 @@ class Credit:
         where = self._in_loss(rollout)
         fitted = self.prefixes.values(scored.prefixes, returns, where, self.first, self.reduce)
         fitted = fitted.masked_fill(~rollout.mask, 0.0)
-        values = fitted if rollout.values is None else rollout.values + fitted
-        return replace(scored, rollout=replace(rollout, values=values), fitted=fitted)
+        values, critic = fitted, rollout.values
+        if critic is not None:
+            values = fitted + self.prefixes.share * critic
+            self.prefixes.add_critic(critic, returns - fitted, where, self.reduce)
+        return replace(scored, rollout=replace(rollout, values=values), fitted=fitted, critic_outputs=critic)
 
     def _choose_lam(self, scored: Batch, rewards: Tensor) -> None:
         """Let this batch count for `advantage.lam: auto`."""
@@ -156,8 +159,11 @@ class Credit:
         return replace(self.args.advantage, lam=self.lam)
 
     def metrics(self) -> dict[str, float]:
-        """The current KL coefficient and, if it follows the data, λ."""
-        return {"kl_coef": self.kl.coef} | ({"lam": self.lam} if self.chooses_lam else {})
+        """The current KL coefficient and, if they follow the data, λ and the critic's share in the values."""
+        followed = {"lam": self.lam} if self.chooses_lam else {}
+        if self.prefixes.moments.any():
+            followed["critic_share"] = self.prefixes.share
+        return {"kl_coef": self.kl.coef} | followed
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""
@@ -329,8 +335,8 @@ class Credit:
             inputs["support"] = rollout.support
         logprobs, behavior, age = self._policies(rollout)
         values = rollout.values
-        if scored.fitted is not None and values is not None:  # the critic learns what the fit leaves
-            values, returns = values - scored.fitted, returns - scored.fitted
+        if scored.fitted is not None:  # the critic learns what the fit leaves
+            values, returns = scored.critic_outputs, returns - scored.fitted
         return Experience(
             inputs=inputs,
             mask=rollout.mask,

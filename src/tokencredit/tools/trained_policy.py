@@ -151,7 +151,7 @@ class Policy:
                 )
             terms = build_terms(self.config.reward, self.pipeline.precision.device)
             prompts = PromptBatch([prompt], [prompt], rollout.prompt_ids, rollout.prompt_mask, {})
-            values += fitted_values(self.critic, terms, prompts, rollout, self.tokenizer)
+            values = fitted_values(self.critic, terms, prompts, rollout, self.tokenizer, values)
         numbers: list[float] = values[0].tolist()
         return numbers
 

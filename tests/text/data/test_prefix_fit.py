@@ -81,6 +81,22 @@ def test_the_state_goes_through_json_and_longer_batches_follow():
     assert torch.equal(fit.values(scores, returns, mask, 0, alone), copy.values(scores, returns, mask, 0, alone))
 
 
+def test_the_share_of_the_critic_is_the_slope_of_what_is_left_on_its_outputs():
+    fit, mask = PrefixFit(3), torch.tensor([[True, True, False]])
+    assert fit.share == 0
+    fit.add_critic(torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[1.0, 1.0, 9.0]]), mask, alone)
+    assert fit.share == pytest.approx((1 + 2) / (1 + 4))
+    fit.add_critic(torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[-1.0, -1.0, 0.0]]), mask, alone)
+    assert fit.share == pytest.approx((0.8 * 3 - 2) / (0.8 * 5 + 2))
+    copy = PrefixFit(3)
+    copy.load_state_dict(json.loads(json.dumps(fit.state_dict())))
+    assert copy.share == fit.share
+    for left, share in ((5.0, 1.0), (-5.0, 0.0)):  # a share is within 0 and 1
+        for _ in range(9):
+            fit.add_critic(torch.ones(1, 3), torch.full((1, 3), left), mask, alone)
+        assert fit.share == share
+
+
 def test_a_fit_of_nothing_is_0_and_does_no_harm_later():
     scores, returns = batch()
     mask = torch.ones_like(scores, dtype=torch.bool)

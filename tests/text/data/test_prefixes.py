@@ -85,16 +85,16 @@ def test_the_classifier_of_a_configuration_gives_values_and_lambda(tmp_path):
         assert 0 <= row["lam"] < 0.95
         assert row["explained_variance"] > 0.3  # of returns that this batch has not yet been fitted to
         assert math.isfinite(row["seconds/prefixes"])
-    # The saved policy has the same values: those of the fit to all batches, and of the critic.
+    # The saved policy has the same values: those of the fit to all batches, and the critic's share.
     policy = load(tmp_path / "run")
     prompt, text = "This movie was", " really good and I liked"
     tokens, values = policy.tokens(text, prompt), policy.values(text, prompt)
     scores = trainer.pipeline.terms[0].function(
         [prompt] * len(tokens), ["".join(tokens[:n]) for n in range(len(tokens))]
     )
-    alpha, beta = trainer.credit.prefixes.coefficients()
+    (alpha, beta), share = trainer.credit.prefixes.coefficients(), trainer.credit.prefixes.share
     rest = rollout_values(trainer.policy, policy._read(text, prompt), None)[0].tolist()
-    expected = [float(a + b * s + r) for a, b, s, r in zip(alpha, beta, scores, rest, strict=False)]
+    expected = [float(a + b * s + share * r) for a, b, s, r in zip(alpha, beta, scores, rest, strict=False)]
     assert values == pytest.approx(expected, abs=1e-4)
     assert max(values) - min(values) > 0.01
 

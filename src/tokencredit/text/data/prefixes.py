@@ -39,6 +39,8 @@ FOLDS = 8
 """Parts of a batch; each gets its values from the others and from earlier batches, never from its own returns."""
 FORGET = 0.6
 """Factor on the weight of earlier batches, at each new one: the policy moves."""
+FORGET_SHARE = 0.8
+"""The same in the critic's share, which changes slowly."""
 CANDIDATES = tuple(product((4.0, 32.0), (3.0, 30.0, 300.0)))
 """Widths and priors to choose from, by their errors on earlier batches; the first one is the first batch's."""
 
@@ -197,6 +199,11 @@ class PrefixFit:
 
     A completion's values come from other completions alone, so they are a baseline: the policy gradient stays unbiased.
 
+    A critic adds `share` of its outputs u, where they predict what the fit leaves of the returns, e = G − V. The share
+    is the slope of e on u, by least squares in earlier batches, each before the critic learned from it:
+
+        share = Σ u e / Σ u², within 0 and 1, and 0 before the first batch
+
     Attributes:
         weight: weight of a new batch's completions; below 1 in an audit, whose batch is larger than the run's.
     """
@@ -205,6 +212,7 @@ class PrefixFit:
         """Start without data, for completions of at most `time` tokens; processes must have the same."""
         self.moments = torch.zeros(5, time, dtype=torch.float64, device="cpu")
         self.errors = torch.zeros(len(CANDIDATES), dtype=torch.float64, device="cpu")
+        self.critic = torch.zeros(2, dtype=torch.float64, device="cpu")  # Σ u e and Σ u²
         self.weight = 1.0
 
     def values(self, scores: Tensor, returns: Tensor, mask: Tensor, first: int, reduce: Reduce) -> Tensor:
@@ -234,6 +242,18 @@ class PrefixFit:
         self.moments, self.errors = total, FORGET * self.errors + self._sum(squares, device, reduce)
         return values[best].to(device, torch.float32)
 
+    @property
+    def share(self) -> float:
+        """Share of the critic's outputs in the values."""
+        products, squares = self.critic.tolist()
+        return min(max(products / squares, 0.0), 1.0) if squares > 0 else 0.0
+
+    def add_critic(self, outputs: Tensor, left: Tensor, mask: Tensor, reduce: Reduce) -> None:
+        """Let a critic's outputs `[batch, time]` and what the fit left of the returns count for `share`."""
+        u, e = (torch.where(mask, x, 0.0).cpu().double() for x in (outputs, left))
+        own = torch.stack([(u * e).sum(), u.square().sum()])
+        self.critic = FORGET_SHARE * self.critic + self.weight * self._sum(own, mask.device, reduce)
+
     def coefficients(self) -> tuple[Tensor, Tensor]:
         """α and β `[time]` of the best candidate, fitted to all that was seen."""
         return fit_prefixes(self.moments, *CANDIDATES[int(self.errors.argmin())])
@@ -245,32 +265,36 @@ class PrefixFit:
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
         reached = self.moments[:, : int(self.moments.any(0).sum())]  # later positions had no completions
-        return {"moments": reached.tolist(), "errors": self.errors.tolist()}
+        return {"moments": reached.tolist(), "errors": self.errors.tolist(), "critic": self.critic.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        moments, errors = (
-            torch.tensor(state[name], dtype=torch.float64, device="cpu") for name in ("moments", "errors")
+        moments, self.errors, self.critic = (
+            torch.tensor(state[name], dtype=torch.float64, device="cpu") for name in ("moments", "errors", "critic")
         )
-        self.moments, self.errors = resized(moments, self.moments.shape[1]), errors
+        self.moments = resized(moments, self.moments.shape[1])
 
 
 def save_fit(folder: Path, fit: PrefixFit, every: int) -> None:
     """Write what gives values to scores of prefixes into a critic's folder."""
     alpha, beta = fit.coefficients()
-    text = json.dumps({"every": every, "alpha": alpha.tolist(), "beta": beta.tolist()})
+    text = json.dumps({"every": every, "alpha": alpha.tolist(), "beta": beta.tolist(), "share": fit.share})
     (folder / FIT_FILE).write_text(text, encoding="utf-8")
 
 
 def fitted_values(
-    folder: Path, terms: Sequence[Term], prompts: PromptBatch, rollout: Rollout, tokenizer: Any
+    folder: Path, terms: Sequence[Term], prompts: PromptBatch, rollout: Rollout, tokenizer: Any, critic: Tensor
 ) -> Tensor:
-    """Values `[batch, time]` of any texts by the fit in a critic's folder; past its end they have its last α and β."""
+    """Values `[batch, time]` of any texts by the fit in a critic's folder and the critic's outputs.
+
+    Past the fit's end they have its last α and β.
+    """
     fit = read_object(folder / FIT_FILE, (folder / FIT_FILE).read_bytes())
     scores = prefix_scores(terms, prompts, rollout, tokenizer, fit["every"])
     at = torch.arange(scores.shape[1]).clamp(max=len(fit["alpha"]) - 1)
     alpha, beta = (torch.tensor(fit[name])[at].to(scores.device) for name in ("alpha", "beta"))
-    return (alpha + beta * scores) * rollout.mask
+    share: float = fit["share"]
+    return (alpha + beta * scores + share * critic) * rollout.mask
 
 
 def resized(moments: Tensor, time: int) -> Tensor:
