@@ -6,7 +6,7 @@ VLLM_TESTS ?= tests/text/engines/vllm
 # Without compiled files each of a hundred processes of the tests would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install train test compiled fast fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
+.PHONY: help install train test compiled fast quick fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
 .PHONY: findings world fuzz-templates
 
 help:  ## List the targets
@@ -33,8 +33,11 @@ test: install lint  ## Lint, types and all tests
 proofs: install  ## The proofs that take too long for `make test`, with a line for each
 	$(BIN)/python -m pytest -n 2 -m proof -v --durations=0 --durations-min=1
 
-fast: install lint types  ## Lint, types and the quick tests: about a minute
-	$(BIN)/python -m pytest -n 2 -m "not slow and not proof and not gpu" --hypothesis-profile=few
+fast: install lint  ## Lint, types and the quick tests: about a minute
+	@$(MAKE) --no-print-directory --jobs 2 types quick
+
+quick: install
+	$(BIN)/python -m pytest -n 2 -m "not slow and not proof and not gpu" --hypothesis-profile=few --durations=9 --durations-min=1
 
 fuzz: install  ## The tests with random inputs, with fresh and thirty times as many inputs
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=fresh

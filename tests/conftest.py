@@ -27,6 +27,7 @@ pytest.register_assert_rewrite("helpers")
 
 from helpers.models import SHAPE, random_lm
 from helpers.proofs import proofs
+from helpers.slow import is_slow
 
 GATED = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2}
 ARCHITECTURES = {
@@ -39,15 +40,15 @@ ARCHITECTURES = {
 
 # Examples are the same in every run, so that a test that passed here passes there; those of `make fuzz` are fresh.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None, max_examples=60)
-settings.register_profile("few", settings.get_profile("fixed"), max_examples=30)
+settings.register_profile("few", settings.get_profile("fixed"), max_examples=15)
 settings.register_profile("fresh", derandomize=False, deadline=None, max_examples=3000, print_blob=True)
 settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the tests that open a browser as slow, and skip those marked `gpu` where there is no CUDA device."""
+    """Mark the tests that `is_slow` names as slow, and skip those marked `gpu` where there is no CUDA device."""
     for item in items:
-        if "browser" in item.fixturenames:
+        if is_slow(item):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

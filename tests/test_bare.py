@@ -7,8 +7,6 @@ import pytest
 from helpers.commands import python
 from helpers.files import read_events
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = Path(__file__).with_name("bare.py")
 
 

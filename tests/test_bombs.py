@@ -35,6 +35,8 @@ from tokencredit.text.models.run_models import build_policy, save_policy
 from tokencredit.text.rewards.ready_made import similarity
 from tokencredit.text.rewards.reward_models import load
 
+pytestmark = pytest.mark.slow
+
 POLICY, SENTIMENT = resolve("builtin:reviews", "policy"), resolve("builtin:reviews", "sentiment")
 
 
@@ -107,7 +109,6 @@ def test_pickled_weights_of_a_policy_and_a_critic_are_refused(bomb, name, tmp_pa
         build_policy(lm, tokenizer, ModelConfig(), CriticConfig(kind="separate", name=str(folder)))
 
 
-@pytest.mark.slow
 def test_pickled_weights_of_an_adapter_are_refused(bomb, tmp_path):
     pytest.importorskip("peft")
     args = ModelConfig(lora=LoraConfig(rank=2))
@@ -133,7 +134,6 @@ def test_pickled_weights_of_a_classifier_are_refused(bomb, name, tmp_path):
         load(str(tmp_path / "model"), "cpu")
 
 
-@pytest.mark.slow
 def test_pickled_weights_and_foreign_modules_of_an_embedder_are_refused(bomb, tmp_path):
     """Its list of modules may name classes, and the last of them may have weights of its own."""
     library = pytest.importorskip("sentence_transformers")
@@ -278,7 +278,6 @@ def test_pickles_among_a_runs_files_are_not_read(bomb, command, name, tmp_path, 
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_pickles_in_a_checkpoint_are_refused(bomb, tmp_path):
     """Both as found, and with a manifest that fits the bomb."""
     run = AgentRunConfig(dir=str(tmp_path / "run"), iterations=1, trackers=[])

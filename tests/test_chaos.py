@@ -18,8 +18,6 @@ from helpers.files import count_lines
 from helpers.runs import assert_same, metrics
 from tokencredit.cli import main
 
-pytestmark = pytest.mark.slow
-
 KILLS = int(os.environ.get("KILLS", "2"))
 TEXT = ["train", "--model.dtype", "float32", "--rollout.batch_size", "8", "--rollout.max_new_tokens", "6"]
 TEXT += ["--kl.target", "1", "--score.normalize", "running", "--ppo.epochs", "1", "--ppo.minibatches", "2"]

@@ -34,7 +34,6 @@ def run(tmp_path_factory):
     return folder, done
 
 
-@pytest.mark.slow
 def test_train_prints_progress_samples_and_next_commands(run):
     folder, done = run
     assert "iteration 2/2" in done.stdout
@@ -48,7 +47,6 @@ def test_train_prints_progress_samples_and_next_commands(run):
     assert "it/s]" not in done.stderr.replace("Loading weights", ""), "no other program's progress bars"
 
 
-@pytest.mark.slow
 def test_generate_takes_the_base_and_the_runs_own_prompts(run, capfd):
     base = ["--base", "--prompt", "This movie was really bad"]
     for options in ([], base):
@@ -58,7 +56,6 @@ def test_generate_takes_the_base_and_the_runs_own_prompts(run, capfd):
         assert [line.startswith(prompt) for line in shown] == [True, True]
 
 
-@pytest.mark.slow
 def test_generate_and_evaluate_sample_with_the_engine_of_the_option(run, monkeypatch, capfd):
     asked = []
     complete = ContinuousSampler.complete
@@ -72,7 +69,6 @@ def test_generate_and_evaluate_sample_with_the_engine_of_the_option(run, monkeyp
     assert asked == [4, 2, 4, 4], "each after the probe of four texts"
 
 
-@pytest.mark.slow
 def test_limit_samples_the_reference_of_a_run(run, capfd):
     assert main(["limit", str(run[0]), "--samples", "64"]) == 0
     of_run = capfd.readouterr().out.splitlines()
@@ -80,7 +76,6 @@ def test_limit_samples_the_reference_of_a_run(run, capfd):
     assert any(line.startswith("the run has reached") for line in of_run)
 
 
-@pytest.mark.slow
 def test_report_and_doctor_read_the_run(run, capfd):
     folder, _ = run
     (folder / "report.html").unlink()
@@ -94,7 +89,6 @@ def test_report_and_doctor_read_the_run(run, capfd):
     assert "warming up" not in shown, "two iterations are a trial"
 
 
-@pytest.mark.slow
 def test_evaluate_measures_the_policy_and_the_base(run, capfd):
     folder, _ = run
     for options in ([], ["--base"]):
@@ -124,7 +118,6 @@ def test_one_reward_term_takes_the_place_of_the_default(from_file, tmp_path, cap
     assert not {"classifier", "label"} & term.keys(), "a function's term has no keys of a classifier"
 
 
-@pytest.mark.slow
 def test_a_runs_configuration_runs_it_again(run, tmp_path):
     folder, _ = run
     assert main(["train", "--config", str(folder / "config.yaml"), "--run.dir", str(tmp_path / "again")]) == 0
@@ -132,7 +125,6 @@ def test_a_runs_configuration_runs_it_again(run, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "again" / "policy")
 
 
-@pytest.mark.slow
 def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
     folder, _ = run
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
@@ -303,7 +295,6 @@ def test_no_command_shows_the_help(capsys):
     assert "train" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
 def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
     disk = tmp_path / "disk"
@@ -342,7 +333,6 @@ def read_only(run, tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a file system")
 def test_a_run_that_cannot_be_written_is_refused_by_its_folder(read_only, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "tokencredit.tools.audit_run", None)  # an audit that measured would fail
@@ -354,7 +344,6 @@ def test_a_run_that_cannot_be_written_is_refused_by_its_folder(read_only, monkey
         )
 
 
-@pytest.mark.slow
 def test_a_page_without_a_browser_is_left_to_the_reader(run, tmp_path):
     done = warm.python(*COMMAND, "report", run[0], "--open", PATH=str(tmp_path), BROWSER="")
     assert done.returncode == 0, done.stderr
@@ -362,7 +351,6 @@ def test_a_page_without_a_browser_is_left_to_the_reader(run, tmp_path):
     assert done.stdout.splitlines() == [str(page), "no browser was found; open the page yourself"]
 
 
-@pytest.mark.slow
 def test_characters_that_the_output_cannot_encode_are_escaped():
     code = "from tokencredit.cli import main; main([]); from tokencredit.runs.console import Screen; Screen(1).say('→')"
     done = subprocess.run(

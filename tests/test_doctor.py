@@ -23,7 +23,7 @@ from tokencredit.text.models.run_models import load_start
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rollout_passes import evaluate_rollout
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
+pytestmark = pytest.mark.proof
 
 WHOLE = "DOCTOR" in os.environ
 """Test every case, as `make doctor` does for an hour; else a part."""

@@ -13,10 +13,7 @@ from helpers.files import read_events
 from helpers.runs import assert_same
 from helpers.warm import together
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 SHORT = ("--run.iterations", "4")
 
 

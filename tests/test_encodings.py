@@ -40,6 +40,7 @@ def test_calls_in_the_locales_encoding_are_found(code):
     assert in_locale(ast.parse(code).body[0].value)
 
 
+@pytest.mark.slow
 def test_text_files_are_read_and_written_in_utf_8():
     calls = ((path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_bytes())))
     found = [f"{path}:{node.lineno}" for path, node in calls if isinstance(node, ast.Call) and in_locale(node)]

@@ -43,7 +43,6 @@ def test_one_word_decides_each_reward():
 
 
 @pytest.mark.proof  # below: chances add up to the reward
-@pytest.mark.slow
 @torch.no_grad()
 def test_chances_are_sums_over_all_words_before_the_deciding_one(lm):
     start, one, two = world.chances(lm, "say", 2)
@@ -91,7 +90,6 @@ def test_shares_are_of_absolute_and_squared_advantages():
     assert world.share("place", samples, 2) == pytest.approx((9 + 1) / (10 + 6))
 
 
-@pytest.mark.slow
 def test_the_shares_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(world, "LENGTHS", (8,))
     world.build(tmp_path / "red", "red", world.OFTEN_RED)

@@ -9,7 +9,7 @@ import yaml
 from tokencredit.cli import main
 
 ROOT = Path(__file__).parents[1]
-SWEEPS = sorted(path for path in ROOT.glob("recipes/**/*.yaml") if "seeds" in yaml.safe_load(path.read_text()))
+SWEEPS = sorted(path for path in ROOT.glob("recipes/**/*.yaml") if re.search(r"^seeds:", path.read_text(), re.M))
 
 
 AGENTS = sorted(

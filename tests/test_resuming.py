@@ -34,8 +34,6 @@ from tokencredit.text.models.model_loading import resolve
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.terms import Term
 
-pytestmark = pytest.mark.slow
-
 
 def text(folder, iterations=3, **groups):
     small = {

@@ -21,7 +21,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.proof]
+pytestmark = pytest.mark.proof
 
 
 def length(completions, **columns):

@@ -395,7 +395,6 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["discrete", "global", *proofs("continuous", "none")])
 def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
     runs = []
@@ -423,7 +422,6 @@ def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
         audit_run(tmp_path / "with", trainer.args, settings, 1)
 
 
-@pytest.mark.slow
 def test_the_command_audits_an_agent(tmp_path, capsys):
     run = tmp_path / "run"
     ControlTrainer(small(run)).train()
@@ -458,6 +456,7 @@ class Bad(Drift):
 gym.register("Bad-v0", Bad, disable_env_checker=True)
 
 
+@pytest.mark.slow
 def test_nonfinite_rewards_and_endless_episodes_stop_an_audit(monkeypatch):
     args = config("Bad-v0")
     with pytest.raises(RunStopped, match=r"env\.id Bad-v0 gave a reward that is not finite, in step 3"):

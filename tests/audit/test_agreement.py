@@ -146,6 +146,7 @@ def figures_of(truth, values):
     return judge_critic(truth, values) | {"correlation": credit["correlation"], "signs": credit["sign_agreement"]}
 
 
+@pytest.mark.slow
 def test_the_noise_of_the_truth_is_taken_out():
     """With 40,000 states a figure is known to about 0.01; without the correction they are off by 0.05 to 0.6."""
     _, truth, values = made_up(400, 100, seed=0)

@@ -31,7 +31,6 @@ def text_run(folder, iterations, resume=False, **groups):
     return drop_keys(read_metrics(folder), *TIMES), [x.tolist() for x in trainer.policy.parameters()]
 
 
-@pytest.mark.slow
 def test_a_run_and_its_extension_end_with_an_audit_that_changes_nothing(any_length, tmp_path, capsys):
     without = text_run(tmp_path / "without", 2, audit=AuditConfig(at_end=False))
     assert not (tmp_path / "without" / "audit.json").exists()
@@ -49,7 +48,6 @@ def test_a_run_and_its_extension_end_with_an_audit_that_changes_nothing(any_leng
     assert "3 completions" in (tmp_path / "with" / "report.html").read_text(), "the page has its score"
 
 
-@pytest.mark.slow
 def test_an_agent_is_audited_at_the_end(any_length, tmp_path):
     settings = AgentAuditConfig(at_end=False)
     for name, changes in (("with", {}), ("without", {"audit": settings})):

@@ -21,8 +21,6 @@ from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.turns.replay import EpisodeStart
 
-pytestmark = pytest.mark.slow
-
 TURN, LENGTH = 2, 5
 """Tokens of a turn, and of two turns with the observation between them."""
 

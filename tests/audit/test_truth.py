@@ -31,6 +31,7 @@ def test_a_state_that_missed_a_reward_gets_an_error_from_the_others_by_hand():
     assert no_prior.tolist() == pytest.approx([0.0, 1 / 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("continuations", [8, 32])
 @pytest.mark.parametrize("p", [0.5, 0.1, 0.01])
 def test_intervals_hold_the_exact_values_of_a_chain_with_a_rare_reward(p, continuations):

@@ -59,7 +59,6 @@ def test_the_help_on_a_group_that_is_not_there_is_refused(capsys):
     assert refused(capsys, "doctor", "--help", "env") == "--help has no group env; give all"
 
 
-@pytest.mark.slow
 def test_bash_completes_keys_and_choices(tmp_path):
     command = [sys.executable, "-m", "tokencredit.cli", "--print_completion=bash"]
     script = tmp_path / "tokencredit.bash"

@@ -20,6 +20,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentConfig, EnvConfig, EpisodesConfig
 
 
+@pytest.mark.slow
 def test_a_solved_environment_is_played_well(tmp_path):
     """A hand-made policy: push the cart the way the pole falls."""
     envs = make_envs(EnvConfig("CartPole-v1"), 4, 0.99, training=False)
@@ -80,7 +81,6 @@ def test_ctrl_c_ends_an_evaluation_that_never_ends(tmp_path, monkeypatch):
     assert any("a signal came before its episodes had ended" in event for event in read_events(tmp_path / "run"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "agent",
     [
@@ -108,7 +108,6 @@ def test_a_saved_agent_plays_as_it_did(agent, tmp_path, capsys):
     assert f"return {expected['eval/average_return']:.1f} ±" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_episodes_are_filmed(tmp_path, capsys):
     pytest.importorskip("moviepy")
     args = control_config(tmp_path / "run", 1, eval=EpisodesConfig(episodes=1, videos=1, every=1))
@@ -126,7 +125,6 @@ def test_what_cannot_be_filmed_is_refused_before_training(tmp_path):
         ControlTrainer(control_config(tmp_path / "run", env=EnvConfig("Memory-v0"), eval=EpisodesConfig(videos=1)))
 
 
-@pytest.mark.slow
 def test_evaluation_during_training_changes_no_training(tmp_path):
     runs = []
     for every in (0, 1):
@@ -142,7 +140,6 @@ def test_evaluation_during_training_changes_no_training(tmp_path):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.slow
 def test_a_folder_without_an_agent_is_refused(tmp_path, capsys):
     assert main(["play", str(tmp_path)]) == 2
     assert "is not a run's folder: it has no config.yaml" in capsys.readouterr().err
@@ -153,7 +150,6 @@ def test_a_folder_without_an_agent_is_refused(tmp_path, capsys):
     assert "cannot load an agent from" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_an_agent_of_another_shape_is_refused(tmp_path):
     args = control_config(tmp_path / "run")
     ControlTrainer(args).train()

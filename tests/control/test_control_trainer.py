@@ -32,7 +32,6 @@ from tokencredit.settings.training import OptimConfig, RunConfig
 small = partial(control_config, iterations=3)
 
 
-@pytest.mark.slow
 def test_a_run_leaves_its_files(tmp_path):
     summary = ControlTrainer(small(tmp_path / "run")).train()
     folder = tmp_path / "run"
@@ -45,7 +44,6 @@ def test_a_run_leaves_its_files(tmp_path):
     assert load_file(folder / "policy" / "agent.safetensors")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "critic", "algorithm"),
     [
@@ -218,7 +216,6 @@ def test_what_cannot_work_is_refused(changes, message, tmp_path):
         small(tmp_path, **changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spoiled", ["reward", "gradient"])
 def test_a_batch_that_is_not_finite_is_skipped_and_kept(spoiled, tmp_path):
     args = small(tmp_path / "run", run=AgentRunConfig(dir=str(tmp_path / "run"), iterations=3, trackers=[]))
@@ -267,7 +264,6 @@ def test_the_overview_has_environment_shapes_and_folder(env, observation, action
     assert list(told) == ["environment", "observation", "action", "agent", "device", "run"]
 
 
-@pytest.mark.slow
 @pytest.mark.proof  # learn/test_learner.py
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_actor_bit_for_bit(tmp_path):
     """A policy gradient of one step, then many of its baseline on the same batch."""
@@ -310,7 +306,6 @@ def test_returns_are_counted_before_normalisation(tmp_path):
     assert np.isfinite(metrics["train/average_return"])
 
 
-@pytest.mark.slow
 @pytest.mark.proof  # below: what it reads
 def test_a_transformer_learns_what_one_observation_does_not_tell(tmp_path):
     """The reward is for repeating what was seen two steps ago."""
@@ -361,7 +356,6 @@ def test_settings_of_continuous_actions_are_refused_for_discrete_ones(key, value
     ControlTrainer(small(tmp_path / "run", agent=AgentConfig(**{key: value}), env=EnvConfig("Pendulum-v1")))
 
 
-@pytest.mark.slow
 def test_a_transformers_ratio_starts_at_1_in_every_update(tmp_path):
     """PyTorch's encoder layers compute another way in evaluation mode."""
     agent = AgentConfig(policy="transformer", hidden=[16, 16], activation="gelu", context=4)

@@ -64,7 +64,6 @@ def assert_same(one, other):
         assert after == pytest.approx(before, rel=1e-6, abs=1e-6, nan_ok=True)
 
 
-@pytest.mark.slow
 @NEEDS_GLOO
 def test_two_processes_take_the_steps_of_one_and_either_goes_on_from_the_other(folder):
     assert_same(folder / "one", folder / "two")
@@ -83,7 +82,6 @@ def test_environments_that_cannot_be_split_are_refused():
         refuse_unsplit(ControlConfig(env=EnvConfig("CartPole-v1", number=4)), Three())
 
 
-@pytest.mark.slow
 @NEEDS_GLOO
 @pytest.mark.proof  # test_elastic.py: an error in one process stops both
 def test_an_environment_that_raises_in_one_process_stops_all_and_each_has_the_main_ones_evaluations(tmp_path):

@@ -35,6 +35,7 @@ def texts():
     return torch.stack([logprob for logprob, _ in found]), torch.tensor([r for _, r in found], dtype=torch.double)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coef", [1.0, *proofs(0.3)])
 def test_samples_estimate_the_optimum_that_enumeration_gives(coef):
     logprobs, rewards = texts()

@@ -28,7 +28,6 @@ fractions = st.sampled_from([0.0, 1.0, 0.95]) | st.floats(0.0, 1.0)
 close = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.mark.slow
 @given(rollouts(), fractions, fractions)
 @settings(max_examples=50)
 @pytest.mark.proof  # below: Stable-Baselines3's; test_advantages.py: by definition

@@ -9,6 +9,8 @@ from demo.genres import GENRES
 from demo.grammar import POSITIVE_SHARE, reviews
 from demo.notation import fill
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def drawn():
@@ -49,7 +51,6 @@ def test_three_in_four_reviews_are_positive_also_after_the_default_prompt(drawn)
     assert sum(r.positive for r in prompted) / len(prompted) == pytest.approx(POSITIVE_SHARE, abs=0.03)
 
 
-@pytest.mark.slow
 @pytest.mark.proof
 def test_every_review_says_its_verdict_and_never_the_other(drawn):
     praise, blame = verdict(True), verdict(False)

@@ -11,6 +11,8 @@ from tokencredit.text.turns.builtin.grid import DIRECTIONS
 from tokencredit.text.turns.chat.framing import ChatFraming, TextFraming
 from tokencredit.text.turns.protocols.episode import Turn
 
+pytestmark = pytest.mark.slow
+
 tokenizer_of = cache(lambda make: make(random.Random(0)))
 
 

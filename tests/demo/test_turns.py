@@ -44,7 +44,6 @@ def test_the_committed_tokenizers_are_those_of_the_builder(tmp_path):
             assert built == committed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.proof
 def test_the_policies_solve_between_8_and_35_percent(world):
@@ -53,7 +52,6 @@ def test_the_policies_solve_between_8_and_35_percent(world):
     assert len(set(texts)) > 190
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.proof  # test_build.py: so does the one of the reviews
 def test_the_build_runs_and_repeats_itself(world, tmp_path):

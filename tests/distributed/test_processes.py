@@ -12,10 +12,7 @@ from helpers.commands import COMMAND
 from helpers.files import read_events, read_metrics
 from helpers.warm import python, together
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo"),
-]
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 
 FREED = """
 import torch

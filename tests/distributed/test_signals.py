@@ -14,7 +14,6 @@ HEEDING = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)}
 LINE = "tokencredit: interrupted"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [
@@ -55,7 +54,6 @@ last = Last()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "ended"),
     [

@@ -92,7 +92,6 @@ def folder(tmp_path, monkeypatch, model_folders):
 
 
 @pytest.mark.proof
-@pytest.mark.slow
 def test_the_script_for_tokencredit_runs(folder):
     script = (
         blocks("python")[1]
@@ -158,7 +157,6 @@ def formula(name: str, logprobs: torch.Tensor, ref: torch.Tensor, scores: torch.
     return -(ratio * group_scores(groups, scale=True)[:, None] * tokens).sum() / tokens.sum()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("GRPO", "RLOO") else pytest.mark.proof) for name in METHODS]
 )

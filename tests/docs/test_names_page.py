@@ -35,6 +35,7 @@ def test_every_argument_of_theirs_has_one_row(section, file):
     assert sorted(named) == sorted(names_in(Path(__file__).with_name(file)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", ["CleanRL", pytest.param("The Berkeley homework", marks=pytest.mark.proof)])
 def test_no_message_on_a_name_says_another_key_than_its_row(section):
     for names, here, _ in table_rows(SECTIONS[section]):
@@ -71,7 +72,6 @@ def ours(section: str, cell: str) -> list[str]:
     return names
 
 
-@pytest.mark.slow
 def test_every_name_of_ours_exists(written):
     agents, texts = AGENTS | written["agent"], TEXTS | written["text"]
     for section, _, cell, _ in ROWS:

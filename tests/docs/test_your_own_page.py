@@ -20,6 +20,7 @@ def test_there_are_five_of_at_most_25_lines():
     assert all(len([line for line in block.splitlines() if line]) <= 25 for block in EXAMPLES.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name, tmp_path):
     code = EXAMPLES[name].replace("PPOConfig(", "small(")

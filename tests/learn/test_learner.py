@@ -347,6 +347,7 @@ def test_micro_batches_change_no_step_of_the_critic_alone(world, tokens):
     torch.testing.assert_close(*values)
 
 
+@pytest.mark.slow
 def test_the_critic_alone_fits_the_returns_and_leaves_the_policy_bit_for_bit(world):
     """A table's best values are the mean returns of its states; momentum and decay move the policy's table no more."""
     policy, experience = world

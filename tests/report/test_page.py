@@ -247,7 +247,6 @@ def test_repeated_phrases_are_those_of_the_policys_tokens():
     assert "go far" not in page.split("Most repeated phrases")[1].split("</table>")[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["turn", *proofs("token")])
 def test_a_real_run_of_episodes_is_shown_as_it_was_credited(unit, tmp_path):
     """With the run's own λ and before whitening, the credit under another estimator is the run's."""

@@ -168,7 +168,6 @@ def test_metrics_that_are_no_finite_numbers_count_as_missing(copy):
     assert row == {"iteration": 1, "a": 1.5} | dict.fromkeys(["reward", "kl", "length", "loss", "entropy", "lr"])
 
 
-@pytest.mark.slow
 def test_a_part_of_a_long_run_is_read(copy):
     row, sample = (json.loads((copy / name).read_text().splitlines()[0]) for name in ("metrics.jsonl", "samples.jsonl"))
     for name, record in (("metrics.jsonl", row), ("samples.jsonl", sample)):
@@ -201,7 +200,6 @@ def change(folder, *path, value):
     (folder / "audit.json").write_text(json.dumps(audit))
 
 
-@pytest.mark.slow
 def test_an_audit_is_read_back_and_its_metrics_stand_in_the_row_of_its_iteration(audited_folder, run_folder):
     run, before = read_run(audited_folder), read_run(run_folder)
     written = json.loads((audited_folder / "audit.json").read_text())
@@ -222,7 +220,6 @@ def test_the_row_of_an_audit(iteration, row):
     assert all(found["audit/trust"] == 0.5 for found in rows)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -252,7 +249,6 @@ def test_a_damaged_audit_is_named(audited, path, value, message):
     assert str(caught.value).startswith(str(audited / "audit.json"))
 
 
-@pytest.mark.slow
 def test_an_audit_may_be_without_a_critic_and_samples(audited):
     change(audited, "critic", value=None)
     change(audited, "samples", value=[])

@@ -103,7 +103,6 @@ def locking(folder):
         process.kill()
 
 
-@pytest.mark.slow
 def test_one_process_at_a_time_trains_a_run(folder):
     with locking(folder) as (holder, told):
         assert told == "locked"

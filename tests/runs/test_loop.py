@@ -33,7 +33,6 @@ def before_iteration(trainer, number, action):
     return trainer
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_folder_that_is_gone_stays_away(number, tmp_path):
     run = tmp_path / "run"
@@ -46,7 +45,6 @@ def test_a_folder_that_is_gone_stays_away(number, tmp_path):
     assert not run.exists()
 
 
-@pytest.mark.slow
 def test_a_failed_run_suggests_to_resume_it_and_nothing_else(tmp_path, capsys):
     def fail():
         raise RunStopped("no reward")
@@ -125,7 +123,6 @@ def test_whatever_ends_a_run_what_was_trained_is_written_first(error, raised, to
     assert json.loads((run / "summary.json").read_text())["stopped_by"] == "an error"
 
 
-@pytest.mark.slow
 def test_a_failing_callback_is_named_after_policy_summary_and_checkpoint_are_saved(tmp_path):
     class Watcher(Callback):
         def before_reward(self, trainer):
@@ -153,13 +150,11 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path, monkeypat
     assert len([*read_metrics(run / "metrics.jsonl")]) == 3
 
 
-@pytest.mark.slow
 def test_a_timeout_of_ones_own_has_no_effect_in_one_process_and_that_is_said(tmp_path):
     ControlTrainer(control_config(tmp_path, 1, run=quiet_agent(tmp_path / "run", 1, timeout=60.0))).train()
     assert read_events(tmp_path / "run") == ["run.timeout is 60, which has no effect in one process"]
 
 
-@pytest.mark.slow
 def test_a_run_with_arguments_from_python_is_resumed_from_there(tmp_path):
     def undefined(completions, **columns):
         return [math.nan] * len(completions)

@@ -24,6 +24,8 @@ from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import OptimConfig, RunConfig
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = {"iteration": 1, "prompt": "a", "completion": " b", "reward": 1.0, "truncated": False, "tokens": [" b"]}
 SAMPLE |= {"logprobs": [-1.0], "rewards": [1.0], "advantages": [0.5]}
 
@@ -195,7 +197,6 @@ def test_terms_of_the_reward_that_come_go_and_change_are_written_down(tmp_path):
     assert "reward[1].name" in resumed(args)[2]
 
 
-@pytest.mark.slow
 def test_trackers_log_where_tensorboard_finds_it_and_forget_what_is_done_again(tmp_path):
     args, made = begun(tmp_path / "run", iterations=3, trackers=["tensorboard"])
     assert [tracker.name for tracker in made.trackers.active] == ["tensorboard"]

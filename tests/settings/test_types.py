@@ -129,6 +129,7 @@ def test_what_is_set_later_is_held_to_all_rules():
     assert require_config(config, PPOConfig).prompts.dataset == "prompts.jsonl"
 
 
+@pytest.mark.slow
 def test_a_field_that_does_not_exist_is_refused():
     for key, message in (
         ("optim.lrr", "unknown key optim.lrr; did you mean optim.lr?"),

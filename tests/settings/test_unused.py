@@ -347,6 +347,7 @@ def test_a_setting_that_changes_nothing_is_refused_from_yaml(run_kind, settings,
     check_message(capsys.readouterr().err.removeprefix("tokencredit: ").strip(), key, why)
 
 
+@pytest.mark.slow
 @pairs
 def test_a_setting_that_changes_nothing_is_refused_from_flags(run_kind, settings, key, why, capsys):
     assert main([RUN_KINDS[run_kind].command, *flags(settings)]) == 2

@@ -21,7 +21,6 @@ from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.load_run import load
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.slow
 
 
 def settings(folder, iterations, name="builtin:reviews", **model):

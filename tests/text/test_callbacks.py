@@ -106,7 +106,6 @@ def test_the_trainer_refuses_before_it_loads_anything():
         PPOTrainer(args=config, callbacks=[having("after_rolout")])
 
 
-@pytest.mark.slow
 def test_the_trainer_calls_each_method_in_turn(tmp_path):
     called = []
 
@@ -147,7 +146,6 @@ def test_the_trainer_calls_each_method_in_turn(tmp_path):
     assert metrics["mine"] == 7.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("event", ["before_update", "after_iteration", *proofs("after_update", "before_evaluation")])
 def test_an_iteration_whose_callback_fails_is_resumed_after_its_update(event, tmp_path):
     """As a run that was never stopped, whose iteration 2 lacks no more than its evaluation."""

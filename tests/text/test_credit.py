@@ -337,7 +337,6 @@ def test_the_masked_share_is_there_whenever_completions_may_be_left_out(tokenize
         assert batch.metrics(Processes()).get("masked") == share
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["gae", *proofs("group_relative")])
 @pytest.mark.parametrize(
     "kl",
@@ -364,7 +363,6 @@ def test_rewards_that_are_all_0_change_no_weight(estimator, kl, tmp_path):
     assert not changed_weights(trainer.policy, before)
 
 
-@pytest.mark.slow
 def test_an_update_with_nothing_in_the_loss_takes_no_step(tmp_path):
     """Momentum and weight decay alone would move the weights."""
     args = small(
@@ -401,7 +399,6 @@ class AllCut:
         return getattr(self.engine, name)
 
 
-@pytest.mark.slow
 def test_a_run_that_leaves_completions_out_trains_on_the_others(tmp_path):
     args = small(
         tmp_path / "run",
@@ -423,7 +420,6 @@ def report_samples(folder):
     return page.credit(read_run(folder))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("critic", ["separate", *proofs("shared")])
 def test_a_run_bootstraps_from_the_critic_where_completions_were_cut_off(critic, tmp_path):
     args = small(
@@ -461,7 +457,6 @@ def test_a_run_bootstraps_from_the_critic_where_completions_were_cut_off(critic,
         assert shown["what_if"][0] == pytest.approx(shown["numbers"]["advantage"], abs=2e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, *proofs({"top_p": 1.0}, {"min_new_tokens": 4})])
 def test_entropy_and_kl_of_filtered_samples_are_named_for_what_they_are(filters, tmp_path):
     """The policy is made surer of itself than the reference; top_k then draws likely tokens alone."""
@@ -509,7 +504,6 @@ def test_an_exact_kl_is_the_metric_whatever_the_filters(filters, tmp_path):
     assert "log_ratio" not in metrics
 
 
-@pytest.mark.slow
 def test_a_run_with_filters_says_log_ratio_wherever_it_says_kl(tmp_path, capsys):
     rollout = RolloutConfig(batch_size=8, max_new_tokens=8, top_k=5)
     summary = PPOTrainer(args=small(tmp_path / "run", rollout=rollout), reward_funcs=vowels).train()

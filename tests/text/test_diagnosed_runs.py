@@ -20,8 +20,6 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import KLConfig, OptimConfig, RunConfig, UpdateConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 
-pytestmark = pytest.mark.slow
-
 
 def constant(completions, **columns):
     return [-1.0] * len(completions)

@@ -21,8 +21,6 @@ from tokencredit.text.models import precision
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.load_run import load
 
-pytestmark = pytest.mark.slow
-
 PREFIXES = {"critic.prefix_every": 1}
 OTHER = {"bfloat16": "float32", "float32": "bfloat16"}
 

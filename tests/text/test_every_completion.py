@@ -55,7 +55,6 @@ def test_a_missing_package_is_said_before_anything_is_loaded(monkeypatch):
         PPOTrainer("no/model", args=PPOConfig.from_dict(SETTINGS))
 
 
-@pytest.mark.slow
 def test_whitening_within_one_minibatch_is_that_of_the_batch(run, tmp_path):
     one = {"advantage": {"whiten": "minibatch"}, "ppo": SETTINGS["ppo"] | {"minibatches": 1}}
     tokens, expected = trained(tmp_path / "run", **one).frame("tokens"), run.frame("tokens")

@@ -17,8 +17,6 @@ from tokencredit.settings.training import AdvantageConfig, KLConfig, RunConfig, 
 from tokencredit.text import rollout_passes
 from tokencredit.text.ppo_trainer import PPOTrainer
 
-pytestmark = pytest.mark.slow
-
 MINIBATCHES, EPOCHS = 2, 2
 PASS, STEP = "text/models/actor_critic.py", "tokencredit/learn/learner.py"
 BATCHES = "tokencredit/learn/minibatches.py"

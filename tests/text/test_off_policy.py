@@ -153,7 +153,6 @@ def trained(folder, iterations=1, **groups):
     return trainer, read_metrics(folder)
 
 
-@pytest.mark.slow
 def test_a_run_with_a_nucleus_is_corrected_to_the_whole_distribution(tmp_path):
     """The first step of decoupled PPO is the policy gradient with weights."""
     one_step = UpdateConfig(epochs=1, minibatches=1)
@@ -177,7 +176,6 @@ def test_a_run_with_a_nucleus_is_corrected_to_the_whole_distribution(tmp_path):
     assert metrics["policy_loss"] == pytest.approx(float(expected), abs=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.proof  # models/test_precision.py has what bfloat16 draws from
 def test_in_bfloat16_tokens_are_drawn_by_another_pass(tmp_path):
     settings = {"model": ModelConfig(dtype="bfloat16"), "rollout": replace(NUCLEUS, top_p=None)}
@@ -192,7 +190,6 @@ def test_in_bfloat16_tokens_are_drawn_by_another_pass(tmp_path):
     assert torch.equal(trainer.credit.give(scored)[1].logprobs, scored.rollout.behavior_logprobs)
 
 
-@pytest.mark.slow
 def test_another_engine_in_float32_has_weights_of_1_up_to_rounding(tmp_path):
     rollout = replace(NUCLEUS, engine="continuous")
     clip = OffPolicyConfig(correct="clip")
@@ -205,7 +202,6 @@ def test_another_engine_in_float32_has_weights_of_1_up_to_rounding(tmp_path):
     assert row["first_ratio_error"] < 1e-4
 
 
-@pytest.mark.slow
 def test_samples_hold_the_logprobs_of_the_draws(tmp_path):
     _, (row,) = trained(tmp_path / "run", run=quiet(tmp_path / "run", samples=8))
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
@@ -216,7 +212,6 @@ def test_samples_hold_the_logprobs_of_the_draws(tmp_path):
     assert "behavior_logprobs" not in read_jsonl(tmp_path / "whole" / "samples.jsonl")[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("critic", "proximal", "passes"),
     [("none", "interpolated", 1), *proofs(("none", "recomputed", 3), ("shared", "interpolated", 3))],
@@ -284,7 +279,6 @@ def test_a_target_kl_that_an_update_begins_above_is_refused(proximal, more, refu
         PPOConfig.from_dict(settings)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "rounding", "turns"),
     [("float32", 1e-4, False), *proofs(("bfloat16", 0.2, False), ("float32", 1e-4, True))],

@@ -30,8 +30,6 @@ from tokencredit.text.rewards.calls import RewardError, Term
 from tokencredit.text.rewards.reward_models import Classifier, load
 from tokencredit.text.rollout_passes import evaluate_rollout
 
-pytestmark = pytest.mark.slow
-
 
 class Elsewhere:
     """An engine that gives tokens and log-probabilities alone, and hears of new weights."""
@@ -207,7 +205,6 @@ def test_a_prefill_and_what_was_sampled_are_one_turn_of_the_assistant(folders, t
     assert scored.texts() == ["[user] Look up.[assistant] The sky is blue"] * 2, "what was read, and what was written"
 
 
-@pytest.mark.slow
 def test_the_share_of_completions_with_a_stop_string_is_measured(tmp_path):
     for stop in ("e", "###"):
         rollout = RolloutConfig(batch_size=8, max_new_tokens=8, stop=[stop])

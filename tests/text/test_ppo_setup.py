@@ -29,7 +29,6 @@ def config(settings=None):
     return tc.PPOConfig.from_dict({"model.name": "./nowhere"} | (settings or {}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -131,7 +130,6 @@ def test_settings_of_columns_are_read_beside_rows_from_python():
         tc.PPOTrainer(reward_funcs=Reward(), args=args, train_dataset=[{"question": "A film"}])
 
 
-@pytest.mark.slow
 def test_a_column_that_the_prompts_lack_is_refused_before_the_folder_is_made(tmp_path):
     """It was refused at the first batch, and the folder then blocked the corrected run."""
 
@@ -242,7 +240,6 @@ def test_the_last_message(prompt, shown):
     assert last_message(prompt) == shown
 
 
-@pytest.mark.slow
 def test_a_conversation_is_recorded_and_shown_by_its_last_user_message(tmp_path, tokenizer, capsys):
     chatty = deepcopy(tokenizer)
     chatty.chat_template = CHAT
@@ -261,7 +258,6 @@ def test_a_conversation_is_recorded_and_shown_by_its_last_user_message(tmp_path,
     assert "tokencredit audit" not in out, "which would not find the rows from Python"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("template", "said"), [(None, False), ("{{ messages[0]['content'] }}", True)])
 def test_plain_prompts_say_that_a_chat_template_is_not_used(template, said, tmp_path):
     model, tokenizer = load_start(tc.ModelConfig())

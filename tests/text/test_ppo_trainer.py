@@ -140,7 +140,6 @@ def test_tensorboard_has_every_metric(run):
     assert [e.step for e in events.Scalars("reward")] == [1, 2]
 
 
-@pytest.mark.slow
 def test_another_seed_gives_another_run(run, tmp_path):
     PPOTrainer(args=small(tmp_path / "other", seed=2, run=quiet(tmp_path / "other", samples=1))).train()
     assert read_jsonl(tmp_path / "other" / "samples.jsonl")[0] != read_jsonl(run[0] / "samples.jsonl")[0]
@@ -163,7 +162,6 @@ def test_the_ratio_is_1_at_the_first_minibatch(model, dtype, model_folders, tmp_
     assert metrics["ratio_min"] == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_kl_coef_0_loads_no_reference(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=KLConfig(coef=0.0)))
     summary = trainer.train()
@@ -172,7 +170,6 @@ def test_kl_coef_0_loads_no_reference(tmp_path):
     assert "kl" not in read_metrics(tmp_path / "run")[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_gives_finite_advantages(estimator, tmp_path):
     args = small(
@@ -237,7 +234,6 @@ def test_kl_in_reward_or_loss(place, estimator, tmp_path):
     torch.testing.assert_close(now.policy_loss, expected[rollout.mask].sum(), atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.slow
 def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
     kl = KLConfig(coef=0.1, target=1000.0, horizon=80)
     trainer = PPOTrainer(args=small(tmp_path / "run", kl=kl))
@@ -246,7 +242,6 @@ def test_an_adaptive_coefficient_follows_the_kl(tmp_path):
     assert coefs == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 80)])
 
 
-@pytest.mark.slow
 def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     pytest.importorskip("peft")
     args = small(
@@ -266,13 +261,11 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     assert (tmp_path / "run" / "policy" / "adapter_config.json").is_file()
 
 
-@pytest.mark.slow
 def test_a_run_with_checkpointing_and_dropout_trains(tmp_path):
     model = ModelConfig(gradient_checkpointing=True, dropout=True)
     assert PPOTrainer(args=small(tmp_path / "run", model=model)).train()["iterations"] == 2
 
 
-@pytest.mark.slow
 def test_learning_rates_rise_and_fall(tmp_path):
     optim = OptimConfig(lr=1e-4, warmup=1, schedule="linear", final_scale=0.0)
     run = quiet(tmp_path / "run", 4)
@@ -285,7 +278,6 @@ def test_learning_rates_rise_and_fall(tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.slow
 def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
     """The whole machine on a reward whose best answer is known: say as many e's as possible."""
     args = small(
@@ -302,7 +294,6 @@ def test_a_rewarded_token_becomes_more_frequent(model_folders, tmp_path):
     assert summary["reward_last"] > 1.5 * summary["reward_first"]
 
 
-@pytest.mark.slow
 def test_evaluation_keeps_the_best_policy(tmp_path):
     evaluation = EvalConfig(every=1, samples=6, best_of=2, max_new_tokens=8)
     trainer = PPOTrainer(args=small(tmp_path / "run", eval=evaluation, optim=OptimConfig(lr=1e-3)))
@@ -326,7 +317,6 @@ def test_evaluation_keeps_the_best_policy(tmp_path):
     assert all(torch.equal(best[name], weights) for name, weights in expected.items())
 
 
-@pytest.mark.slow
 def test_an_evaluation_with_a_reward_that_is_not_finite_is_left_out(tmp_path):
     trainer = PPOTrainer(args=small(tmp_path / "run", eval=EvalConfig(every=1, samples=4, max_new_tokens=4)))
     honest = trainer.pipeline.terms[0].function
@@ -341,7 +331,6 @@ def test_an_evaluation_with_a_reward_that_is_not_finite_is_left_out(tmp_path):
     assert event.startswith("an evaluation is skipped: reward term 'odd' is nan")
 
 
-@pytest.mark.slow
 def test_evaluation_does_not_disturb_training(run, tmp_path):
     evaluation = EvalConfig(every=1, samples=2, max_new_tokens=2, temperature=0.5)
     PPOTrainer(args=small(tmp_path / "run", eval=evaluation)).train()
@@ -351,7 +340,6 @@ def test_evaluation_does_not_disturb_training(run, tmp_path):
     assert seen == without_times(read_metrics(run[0]))
 
 
-@pytest.mark.slow
 def test_the_arguments_of_trls_trainers(model_folders, tokenizer, tmp_path):
     """A loaded model, plain functions, data sets from Python, and columns that reach the reward."""
     model = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
@@ -394,7 +382,6 @@ def test_a_peft_configuration_from_python(model_folders, tmp_path):
     assert all("q_proj.lora_" in name for name in trained)
 
 
-@pytest.mark.slow
 def test_an_unreachable_hub_keeps_the_trained_policy(tmp_path):
     run = RunConfig(dir=str(tmp_path / "run"), iterations=1, push_to_hub="not/a/name")
     with pytest.raises(RunStopped, match=r"could not upload to run\.push_to_hub 'not/a/name'.*the policy is in"):
@@ -402,7 +389,6 @@ def test_an_unreachable_hub_keeps_the_trained_policy(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_is_not_uploaded_and_says_how_to_resume(tmp_path, capsys):
     class Interrupt(Callback):
         def before_update(self, trainer):
@@ -417,7 +403,6 @@ def test_an_interrupted_run_is_not_uploaded_and_says_how_to_resume(tmp_path, cap
     assert last == f"resume from Python {again}"
 
 
-@pytest.mark.slow
 def test_out_of_memory_says_which_setting_to_lower_and_keeps_what_was_trained(tmp_path, monkeypatch):
     def generate(*args, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
@@ -430,7 +415,6 @@ def test_out_of_memory_says_which_setting_to_lower_and_keeps_what_was_trained(tm
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
-@pytest.mark.slow
 @pytest.mark.proof
 def test_memory_that_runs_out_is_told_from_other_errors(tmp_path):
     """In a process that may have 1 GB of addresses more than its libraries take."""
@@ -474,7 +458,6 @@ def assert_same(run, other_run):
             assert one[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), name
 
 
-@pytest.mark.slow
 def test_splitting_passes_does_not_change_a_run(tmp_path, monkeypatch):
     runs = []
     for overhead in (0, 10**6):
@@ -483,7 +466,6 @@ def test_splitting_passes_does_not_change_a_run(tmp_path, monkeypatch):
     assert_same(*runs)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("backend", [None, *proofs("eager", "aot_eager", "inductor")])
 def test_compiled_or_not_a_run_is_the_same(backend, tokenizer, tmp_path, monkeypatch):
@@ -508,7 +490,6 @@ def test_compiled_or_not_a_run_is_the_same(backend, tokenizer, tmp_path, monkeyp
     assert len(compiled) == 2, "policy and reference"
 
 
-@pytest.mark.slow
 def test_compiling_without_a_compiler_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"model\.compile needs a C\+\+ compiler"):
@@ -526,7 +507,6 @@ def odd_in(iterations, bad, honest):
     return [Term("odd", 1.0, sometimes)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.nan, *proofs(math.inf)])
 def test_non_finite_rewards_stop_the_run_and_keep_the_policy(bad, tmp_path, monkeypatch):
     monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 2)
@@ -556,7 +536,6 @@ def test_non_finite_rewards_stop_the_run_and_keep_the_policy(bad, tmp_path, monk
     assert (run / "checkpoints" / "000004").is_dir(), "nothing was learned in iteration 5, so it can begin again"
 
 
-@pytest.mark.slow
 def test_a_run_in_which_every_step_was_skipped_has_failed(tmp_path, monkeypatch):
     monkeypatch.setattr("tokencredit.runs.recorder.MAX_BAD_STEPS", 100)
     run = tmp_path / "run"
@@ -587,7 +566,6 @@ def test_a_loss_that_is_not_finite_names_the_text_and_leaves_the_weights_alone(t
     assert {"prompt_ids", "response_ids", "advantages", "returns", "logprobs"} <= set(minibatch)
 
 
-@pytest.mark.slow
 def test_a_policy_with_non_finite_outputs_stops_the_run(tmp_path):
     """Its weights are finite, but what they make of a text is not."""
     trainer = PPOTrainer(args=small(tmp_path / "run", run=RunConfig(dir=str(tmp_path / "run"), iterations=9)))

@@ -28,8 +28,6 @@ from tokencredit.text.callbacks import Callback
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.pretraining import RISE
 
-pytestmark = pytest.mark.slow
-
 PATIENCE = 2
 NORMALIZED = {"score": ScoreConfig(normalize="running")}
 

@@ -16,6 +16,8 @@ from tokencredit.text.rollout_passes import (
     values_after,
 )
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURE = 0.7
 
 
@@ -44,7 +46,6 @@ def load(folders, architecture, critic="shared", **changes):
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overhead", [0, 10_000])
 @torch.no_grad()
 def test_micro_batches_do_not_change_log_probs_or_values(architecture, overhead, model_folders, rollout, monkeypatch):
@@ -65,7 +66,6 @@ def test_values_of_a_separate_critic_equal_those_in_training(architecture, model
     assert in_training[rollout.mask].abs().min() > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 @torch.no_grad()
 def test_the_value_after_a_cut_is_that_of_the_text_read_so_far(critic, architecture, model_folders, rollout):

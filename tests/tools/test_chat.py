@@ -56,7 +56,6 @@ def test_a_reply_is_what_generate_writes(run):
     assert [reply] == load(run).generate("The film was", max_new_tokens=8, temperature=1.0)
 
 
-@pytest.mark.slow
 def test_the_seed_decides_and_is_the_same_for_each_model(run):
     first = answer([speaker(run, "base"), speaker("builtin:reviews")], "The film was")
     assert first[0] == first[1], "one model by two names"
@@ -94,6 +93,7 @@ def test_a_chat_ends_at_quit_forgets_at_new_and_outlives_a_message_that_does_not
 HOSTILE = "\x1b[2J\u202e[bold]x[/bold]\nnext"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_models_say_does_nothing_to_the_terminal(terminal, chat_folder):
     one, other = speaker(chat_folder), speaker(chat_folder)
@@ -110,7 +110,6 @@ def test_what_models_say_does_nothing_to_the_terminal(terminal, chat_folder):
     assert ("plain" in row) is terminal, "side by side on a terminal, one per line elsewhere"
 
 
-@pytest.mark.slow
 def test_the_command_shows_base_policy_and_others(run, capsys, monkeypatch):
     settings = ["--max_new_tokens", "5", "--base", "--beside", "builtin:reviews", str(run)]
     names = [f"{run} (base)", str(run), "builtin:reviews", str(run)]

@@ -87,6 +87,7 @@ def test_a_call_that_has_not_begun_can_be_cancelled(over):
     assert called == []
 
 
+@pytest.mark.slow
 def test_an_idle_thread_keeps_nothing_alive():
     class Big:
         pass

@@ -168,7 +168,6 @@ def test_hostile_names_and_settings_are_text(browser, repeat, place):
     assert (place / "iteration.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.slow
 def test_a_run_that_still_writes_and_one_named_twice(repeat, tmp_path):
     growing = repeat("growing")
     (growing / "summary.json").unlink()
@@ -192,7 +191,6 @@ def test_runs_without_a_common_stretch_are_only_thin_lines(browser, repeat, plac
 
 
 @pytest.mark.proof
-@pytest.mark.slow
 def test_many_curves_differ_in_their_strokes(repeat, tmp_path):
     many = [repeat(f"many-{number}", lr=number * 1e-5) for number in range(1, 9)]
     text = write_comparison(compare(many, smooth=2), tmp_path).read_text()
@@ -201,7 +199,6 @@ def test_many_curves_differ_in_their_strokes(repeat, tmp_path):
     assert "running mean over 2 numbers" in text
 
 
-@pytest.mark.slow
 def test_the_command(repeat, tmp_path, capsys):
     one, other = (str(repeat(f"command-{seed}", seed=seed)) for seed in (1, 2))
     arguments = ["compare", one, other, "--group-by", "seed", "--metric", "kl", "--smooth", "2", "--out"]

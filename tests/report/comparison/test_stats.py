@@ -426,7 +426,6 @@ def test_the_rank_sum_test_counts_all_exchanges(tie):
     assert rank_p(everything[:4], everything[4:]) == pytest.approx(2 * above)
 
 
-@pytest.mark.slow
 @pytest.mark.proof  # how often an interval covers the truth, too
 def test_a_verdict_on_noise_is_rarely_more_than_noise():
     """Of 400 pairs of five runs without a true difference about 5 % are called more than noise."""

@@ -218,7 +218,6 @@ def answers(ask_hub):
     )
 
 
-@pytest.mark.slow
 def test_the_hub(answers):
     train, test, split, subset, missing = answers
     assert train == ROWS
@@ -231,7 +230,6 @@ def test_the_hub(answers):
     assert missing.endswith("and HF_HUB_OFFLINE=1 loads a copy from the cache")
 
 
-@pytest.mark.slow
 def test_without_a_hub_there_is_its_cache_and_what_is_local(ask_hub, answers):
     cached, message = ask_hub(
         {"name": "org/data"}, {"name": "org/other"}, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1"

@@ -10,8 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import warm
 
-pytestmark = pytest.mark.slow
-
 TRAIN = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "4", "--run.iterations", "1", "--run.trackers", "[]"]
 
 

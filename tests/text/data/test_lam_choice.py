@@ -33,6 +33,7 @@ def batch_of(seed, values):
     return lambda lam: gae(rewards, found, gamma=1.0, lam=lam)[0], ids, truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", VALUES)
 def test_the_lambda_is_within_a_hundredth_of_the_best_correlation_with_the_truth(values):
     choice, every = LamChoice(), torch.ones(ROWS, TIME, dtype=torch.bool)

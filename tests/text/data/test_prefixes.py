@@ -26,7 +26,6 @@ def trainer_of(folder, *reward_funcs, **groups):
     return PPOTrainer(args=text_config(folder, **{"critic": EVERY} | groups), reward_funcs=list(reward_funcs) or None)
 
 
-@pytest.mark.slow
 def test_a_prefix_scores_what_its_text_does_alone(tmp_path):
     trainer = trainer_of(
         tmp_path, Term("vowels", 2.0, vowels, prefix=True), Term("length", 1.0, lambda completions: [9.0] * 8)
@@ -43,7 +42,6 @@ def test_a_prefix_scores_what_its_text_does_alone(tmp_path):
     torch.testing.assert_close(sparse[:, 3:6], batch.prefixes[:, 3:4].expand(-1, 3))
 
 
-@pytest.mark.slow
 def test_equal_prefixes_are_scored_once_unless_their_columns_differ(tmp_path):
     calls = []
 
@@ -66,7 +64,6 @@ def test_equal_prefixes_are_scored_once_unless_their_columns_differ(tmp_path):
     assert calls == [8, len(prefixes)]
 
 
-@pytest.mark.slow
 def test_the_classifier_of_a_configuration_gives_values_and_lambda(tmp_path):
     trainer = PPOTrainer(
         args=text_config(
@@ -110,7 +107,6 @@ def test_scores_of_prefixes_that_nobody_gives_or_reads_are_refused(tmp_path):
         trainer_of(tmp_path, advantage=AdvantageConfig(bootstrap=True))
 
 
-@pytest.mark.slow
 def test_a_number_per_token_is_no_score_of_a_prefix(tmp_path):
     def dense(completion_ids, **columns):
         return [[1.0] * len(ids) for ids in completion_ids]

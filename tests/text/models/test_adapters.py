@@ -17,6 +17,8 @@ from tokencredit.text.models.peft_models import UNSUPPORTED
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import build_models, build_policy, build_trunk, load_start, save_policy
 
+pytestmark = pytest.mark.slow
+
 peft = pytest.importorskip("peft")
 
 CPU = Precision("float32", torch.device("cpu"))
@@ -132,7 +134,6 @@ IN_SUITE = ("LoRA", "PiSSA", "with a random start", "with biases", "with a head"
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in IN_SUITE else pytest.mark.proof) for kind in KINDS]
 )
-@pytest.mark.slow
 def test_each_kind_trains_and_its_reference_stays(kind, model_folders, tmp_path):
     """A new adapter first, then the same going on from its folder; what is saved is what was trained."""
     base = model_folders[base_of(kind)]
@@ -158,7 +159,6 @@ def test_each_kind_trains_and_its_reference_stays(kind, model_folders, tmp_path)
         start = after
 
 
-@pytest.mark.slow
 def test_only_an_adapter_of_its_own_weights_shares_the_model_with_its_reference(model_folders, lora_folder):
     """A second model in memory is what a bias, a head, or another kind costs, and LoRA does not."""
     shared = {kind: models_of(model_folders[base_of(kind)], KINDS[kind]) for kind in ("LoRA", "PiSSA", "with biases")}
@@ -182,7 +182,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prompt tuning", "aLoRA", *proofs(*([*REFUSED][1:-1]))])
 def test_kinds_that_would_not_be_trained_are_refused(kind, model_folders, tmp_path):
     config, name = REFUSED[kind]
@@ -198,7 +197,6 @@ def test_refused_kinds_exist():
     assert set(UNSUPPORTED) - {"SHADOW"} <= {kind.value for kind in peft.PeftType}, "SHADOW is newer than some versions"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["folder", "another name", *proofs("PeftModel", "frozen PeftModel", "Transformers")])
 def test_every_way_in_goes_on_with_the_adapter_that_is_there(way, lora_folder, adapted, tmp_path):
     if way == "folder":
@@ -221,7 +219,6 @@ def test_every_way_in_goes_on_with_the_adapter_that_is_there(way, lora_folder, a
     torch.testing.assert_close(logits(plain(tmp_path)), logits(models.policy.lm))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["PeftModel", *proofs("folder", "Transformers")])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_merged_adapter_is_part_of_the_weights(way, rank, lora_folder, adapted, tmp_path):

@@ -47,7 +47,6 @@ def constant(prompts, completions):
     return [0.5] * len(completions)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["uniform", *proofs("group_relative", "leave_one_out")])
 def test_a_constant_reward_moves_no_policy_without_a_critic(estimator, tmp_path):
     args = small(
@@ -89,7 +88,6 @@ class Counting(TorchDispatchMode):
         return out
 
 
-@pytest.mark.slow
 def test_no_value_is_computed_without_a_critic(tmp_path):
     """Passes are counted: those of a separate critic's trunk are gone, and so are a shared head's two layers."""
     counts, trained, passes = {}, {}, {}
@@ -123,7 +121,6 @@ def test_no_value_is_computed_without_a_critic(tmp_path):
     assert trained["separate"] > 1.5 * lm
 
 
-@pytest.mark.slow
 def test_a_run_without_a_critic_leaves_readable_files(tmp_path):
     summary = PPOTrainer(args=small(tmp_path / "run", **GROUPS)).train()
     sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
@@ -135,7 +132,6 @@ def test_a_run_without_a_critic_leaves_readable_files(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["separate", *proofs("shared")])
-@pytest.mark.slow
 def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back_if_it_fits(kind, tmp_path):
     alone = partial(CriticConfig, kind=kind, prefix_every=0)
     first = PPOTrainer(args=small(tmp_path / "a", critic=alone()))
@@ -160,7 +156,6 @@ def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back_if_it_f
 
 @pytest.mark.parametrize(("saved", "asked"), [({"kind": "separate"}, {"kind": "shared"}), ({"loss": "histogram"}, {})])
 @pytest.mark.proof  # above: another head
-@pytest.mark.slow
 def test_a_note_says_that_a_saved_critic_does_not_fit(saved, asked, tmp_path):
     alone = partial(CriticConfig, prefix_every=0)
     PPOTrainer(args=small(tmp_path / "a", critic=alone(**saved))).train()
@@ -179,7 +174,6 @@ def test_an_adapter_is_not_part_of_a_separate_critics_trunk():
     assert not any("lora" in name for name, _ in policy.critic.named_parameters())
 
 
-@pytest.mark.slow
 @pytest.mark.proof  # learn/test_learner.py
 def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_bit(tmp_path):
     weights, values = {}, {}
@@ -200,7 +194,6 @@ def test_steps_of_the_critic_alone_fit_the_returns_and_leave_the_policy_bit_for_
 
 
 @pytest.mark.parametrize("kind", ["separate", *proofs("shared")])
-@pytest.mark.slow
 def test_a_histogram_fits_the_returns(kind, tmp_path):
     changes = FIT | {"critic": CriticConfig(kind=kind, lr=1e-2, loss="histogram", epochs=40)}
     changes |= {"ppo": UpdateConfig(epochs=2, minibatches=1), "rollout": RolloutConfig(batch_size=8, max_new_tokens=4)}
@@ -212,7 +205,6 @@ def test_a_histogram_fits_the_returns(kind, tmp_path):
     assert explained_variance(now, experience.returns, experience.mask) > 0.97
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "detach"),
     [("mlp", True), *proofs(("linear", False), ("linear", True), ("mlp", False))],
@@ -240,7 +232,6 @@ def test_a_histogram_s_values_are_0_at_first_then_the_same_in_every_pass_and_aft
         assert torch.equal(rollout_values(again.policy, rollout, None), now)
 
 
-@pytest.mark.slow
 def test_a_histogram_s_gradient_reaches_the_trunk_unless_it_is_detached(tmp_path):
     for detach in (False, True):
         args = small(tmp_path / str(detach), critic=CriticConfig(loss="histogram", init="default", detach=detach))
@@ -262,7 +253,6 @@ def test_steps_of_the_critic_alone_compute_no_vocabulary(tmp_path):
     assert vocabulary not in shapes.sizes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("trunk_lr", [None, 3e-5])
 def test_a_separate_critics_trunk_has_the_policys_rate_or_its_own(name, trunk_lr, tmp_path):
@@ -313,7 +303,6 @@ def test_a_model_without_a_name_gets_a_new_critic(tmp_path, tokenizer, monkeypat
         assert trainer.policy.critic.head[-1].weight.abs().sum() == 0
 
 
-@pytest.mark.slow
 def test_a_new_head_goes_on_the_trunk_that_critic_name_saved(tmp_path):
     first = PPOTrainer(args=small(tmp_path / "a", critic=CriticConfig(kind="separate", lr=0.1, prefix_every=0)))
     first.train()
@@ -333,7 +322,6 @@ def test_a_head_alone_is_no_separate_critic(tmp_path, tokenizer):
             PPOTrainer(args=small(tmp_path / "run", critic=asked))
 
 
-@pytest.mark.slow
 def test_an_adapters_folder_is_no_critic(model_folders, tmp_path):
     peft = pytest.importorskip("peft")
     model = AutoModelForCausalLM.from_pretrained(model_folders["llama"])

@@ -240,7 +240,6 @@ def test_sampling_leaves_the_values_of_a_tap_to_a_pass(model_folders):
         close(rollout_values(policy, rollout, None), policy(rollout.inputs(), temperature=1.0).values)
 
 
-@pytest.mark.slow
 def test_a_saved_tap_goes_on_at_the_same_layer_only(tmp_path):
     first = PPOTrainer(args=small(tmp_path / "a", layers=1, detach=True))
     first.train()

@@ -82,6 +82,7 @@ def test_an_exact_kl_to_the_same_model_is_zero(tokenizer):
     assert kl.abs().max() < 1e-5, "the rounding of log-probs near 8 nats, whose order depends on the processor"
 
 
+@pytest.mark.slow
 def test_a_check_at_the_start_finds_nothing_and_draws_nothing(lm, tokenizer):
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     check_policy("name", lm)

@@ -15,6 +15,8 @@ from tokencredit.text.models.peft_models import merge
 from tokencredit.text.models.plain_weights import plain_weights, write_weights
 from tokencredit.text.models.run_models import build_policy
 
+pytestmark = pytest.mark.slow
+
 peft = pytest.importorskip("peft")
 
 ADAPTERS = {

@@ -101,13 +101,11 @@ def apart_in_parts(trainer, rollout):
     return apart.max()
 
 
-@pytest.mark.slow
 def test_passes_that_cut_a_batch_apart_agree(tmp_path):
     trainer = built_in("float32", tmp_path)
     assert apart_in_parts(trainer, trainer.collect().rollout) < 1e-4
 
 
-@pytest.mark.slow
 def test_what_is_recorded_is_what_was_drawn_from(tmp_path):
     """Sampling's own log-probabilities, from a KV cache, beside those that bfloat16 records in their place."""
     trainer = built_in("bfloat16", tmp_path)

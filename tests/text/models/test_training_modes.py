@@ -108,6 +108,7 @@ def test_a_model_that_cannot_checkpoint_is_refused(tokenizer, tmp_path):
         trainer_of(lm, tokenizer, tmp_path, gradient_checkpointing=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_config", [True, False])
 @pytest.mark.parametrize("dora", [True, False])
 def test_an_adapters_dropout_is_on_in_updates_whoever_asked_for_it(by_config, dora, model_folders):

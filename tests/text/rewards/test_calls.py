@@ -206,7 +206,6 @@ def test_a_score_that_is_not_finite_is_not_retried():
     assert len(failing.calls) == 1
 
 
-@pytest.mark.slow
 def test_a_reward_out_of_memory_stops_the_run_with_the_advice_for_it(tmp_path):
     args = PPOConfig(
         rollout=RolloutConfig(batch_size=4, max_new_tokens=2), run=RunConfig(dir=str(tmp_path / "run"), iterations=1)
@@ -285,7 +284,6 @@ def test_only_a_function_with_a_timeout_gets_a_thread_of_its_own():
     assert threads[1] is not threading.current_thread()
 
 
-@pytest.mark.slow
 def test_a_run_whose_reward_hangs_says_so_and_ends(tmp_path):
     """In a process of its own, which the function that still hangs must not keep from ending."""
     (tmp_path / "mine.py").write_text("import threading\n\n\ndef hangs(completions):\n    threading.Event().wait()\n")

@@ -28,6 +28,8 @@ from tokencredit.text.models.model_loading import resolve
 from tokencredit.text.rewards.reward_models import Classifier, Reader, RewardModel, load
 from tokencredit.text.rewards.terms import as_terms, build_terms
 
+pytestmark = pytest.mark.slow
+
 BUILTIN = "builtin:reviews"
 PROMPTS = ["This movie was really", "This movie was really"]
 COMPLETIONS = [" wonderful, and I loved every minute.", " awful. I hated the script, and the acting was worse."]

@@ -250,7 +250,6 @@ def test_a_length_that_leaves_no_room_for_a_prompt_is_refused_before_the_run(gro
         PPOTrainer(args=config(tmp_path / "run", **groups))
 
 
-@pytest.mark.slow
 def test_pretraining_by_turn_is_measured_where_the_critic_learns(tmp_path):
     """Every episode has three turns, whose returns do not depend on their numbers of tokens."""
     settings = {"advantage": AdvantageConfig(unit="turn"), "critic": CriticConfig(kind="separate", pretrain=1)}
@@ -260,7 +259,6 @@ def test_pretraining_by_turn_is_measured_where_the_critic_learns(tmp_path):
     assert row["tokens"] > 24
 
 
-@pytest.mark.slow
 def test_evaluations_of_a_run_from_python_keep_its_limits(tmp_path, capsys):
     folder = tmp_path / "run"
     PPOTrainer(args=from_python(folder), environment_factory=Dice).train()
@@ -352,7 +350,6 @@ def misbehave(kind, over):
     return {"long": "x " * 10**5, "half": "\ud800 <|im_end|>", "number": 3}.get(kind)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_whatever_its_tools_do(tmp_path):
     kinds, over = ("raise", "exit", "hang", "recurse", "long", "half", "number", "nothing"), threading.Event()
 

@@ -18,8 +18,6 @@ from tokencredit.settings.training import AdvantageConfig, OptimConfig, UpdateCo
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.inspect.inspection import inspect_run
 
-pytestmark = pytest.mark.slow
-
 
 def train(folder, name, reward=None, **groups):
     """A run of one iteration, with a large learning rate."""

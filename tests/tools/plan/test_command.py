@@ -93,7 +93,6 @@ def test_prompts_are_counted():
 
 
 @pytest.mark.proof  # below: a GPU that is too small
-@pytest.mark.slow
 def test_memory_that_does_not_fit_is_a_warning_with_what_to_change(monkeypatch):
     plan = replace(planned(processes=2), libraries=0)
     small = replace(plan, memory=10**7)

@@ -178,13 +178,11 @@ def test_conversations_have_roles_and_hostile_texts_do_nothing(pairs_file):
     assert "\u202e" not in shown
 
 
-@pytest.mark.slow
 def test_labelling_imports_nothing_heavy(pairs_file):
     program = f"from tokencredit.cli import main\nmain(['label', {str(pairs_file)!r}])"
     assert imported(program, *HEAVY) == []
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_loses_no_label(tmp_path):
     file, labels = tmp_path / "pairs.jsonl", tmp_path / "labels.jsonl"
     rows = [{"prompt": str(i), "chosen": "x", "rejected": "y" * 5000} for i in range(5000)]

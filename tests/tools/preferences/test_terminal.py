@@ -17,8 +17,6 @@ from helpers.commands import wait_for
 from helpers.files import count_lines, read_jsonl
 from tokencredit.cli import main
 
-pytestmark = pytest.mark.slow
-
 ACTIVE = ("\x1b", "\u202e", "\x9b")
 
 

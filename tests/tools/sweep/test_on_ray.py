@@ -86,7 +86,6 @@ def test_a_folder_that_nodes_do_not_share_is_one_message(cluster, tmp_path, monk
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.slow
 def test_an_address_without_a_cluster_is_one_message(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     done = python(*COMMAND, "sweep", sweep_file(tmp_path), "--on", "ray")

@@ -115,7 +115,6 @@ def test_an_exported_file_is_the_run(tmp_path, capsys):
     assert "holds files already" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes in /proc")
 @pytest.mark.proof  # below: one process at a time per run; test_chaos.py: kills
 def test_a_sweep_killed_twice_equals_uninterrupted_runs(tmp_path):
@@ -152,7 +151,6 @@ def test_a_sweep_killed_twice_equals_uninterrupted_runs(tmp_path):
     assert (out / "comparison" / "comparison.html").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), *proofs((signal.SIGINT, 130))])
 def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_path):
     endless = LONG | {"run": LONG["run"] | {"iterations": 100_000}}
@@ -174,7 +172,6 @@ def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_pat
 
 
 @pytest.mark.proof  # above: a sweep killed twice
-@pytest.mark.slow
 def test_what_a_kill_left_before_the_first_iteration_is_tidied(tmp_path):
     (run,) = read_sweep(sweep_file(tmp_path), configure)
     run.folder.mkdir(parents=True)

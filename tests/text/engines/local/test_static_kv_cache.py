@@ -26,6 +26,8 @@ from tokencredit.text.models.kv_cache import CachedSteps
 from tokencredit.text.models.peft_models import adopt
 from tokencredit.text.models.precision import Precision, matrix_layers
 
+pytestmark = pytest.mark.slow
+
 FLOAT = Precision("float32", torch.device("cpu"))
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 GATED = SHAPE | {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
@@ -70,7 +72,6 @@ def assert_same(dynamic, static):
         torch.testing.assert_close(getattr(static, name), getattr(dynamic, name), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("every", [7, *proofs(1, 100)])
 def test_the_same_tokens_and_numbers_as_with_a_growing_cache(every, model, tokenizer):
     dynamic, static = both(model, tokenizer, every=every)
@@ -80,7 +81,6 @@ def test_the_same_tokens_and_numbers_as_with_a_growing_cache(every, model, token
     assert_same(dynamic, static)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"top_p": 0.9, "min_new_tokens": 5}, {"stop": ["the", "a"]}, {"stop": ["e"], "min_new_tokens": 9}]
 )
@@ -90,7 +90,6 @@ def test_filters_and_stops_end_the_same(settings, every, model, tokenizer):
     assert_same(*both(model, tokenizer, every=every, **settings))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", *proofs("qwen3", "gpt_neox")], indirect=True)
 def test_prompts_that_are_shared_and_completions_that_have_begun(model, tokenizer):
     batch = prompts(tokenizer)
@@ -99,7 +98,6 @@ def test_prompts_that_are_shared_and_completions_that_have_begun(model, tokenize
     assert_same(*both(model, tokenizer, batch, started, per_prompt=4, every=5))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", *proofs("qwen3", "gpt_neox")], indirect=True)
 def test_the_weights_are_those_of_now(model, tokenizer):
     decoding = StaticDecoding(model)
@@ -158,7 +156,6 @@ def decoding_step(model, tokenizer, cls, **settings):
     return state, step
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 5, "min_p": 0.1, "min_new_tokens": 3}])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
@@ -183,7 +180,6 @@ def test_a_step_waits_for_nothing(cache, settings, model, tokenizer, counts, mon
         assert sum(seen.syncs.values()) == before + 1, "an .item() in a step is seen"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True])
 @torch.no_grad()
 def test_a_step_needs_no_number_of_a_tensor(half, model, tokenizer):
@@ -218,7 +214,6 @@ def lengths(prompts, completions):
     return [len(text) / 10 for text in completions]
 
 
-@pytest.mark.slow
 def test_runs_with_both_caches_agree(tokenizer, tmp_path):
     rewards = {}
     for cache in ("dynamic", "static"):
@@ -243,7 +238,6 @@ def test_a_model_that_cannot_be_decoded_so_is_refused(kind, tokenizer, tmp_path)
         train(tokenizer, tmp_path, "static", policy.lm)
 
 
-@pytest.mark.slow
 def test_attention_of_another_kind_is_told_apart(tokenizer):
     policy = build("qwen3", tokenizer)
     policy.lm.set_attn_implementation("eager")

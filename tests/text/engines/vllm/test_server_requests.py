@@ -372,7 +372,6 @@ def test_weights_go_through_the_folder_and_are_readable_as_it_is(server, state, 
         sampler_of(server, policy, tokenizer, server_folder=str(tmp_path / "nowhere"))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_processes_share_a_server_and_sync_it_together(server, state, policy, model_folders, tmp_path):
     state.troubled, state.troubles = "/collective_rpc", iter([None, None, (500, "no room")])

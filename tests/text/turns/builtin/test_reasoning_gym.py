@@ -26,6 +26,7 @@ def solution(question):
     return str(evaluate(re.search(r"problem: (.*) =", question).group(1)))
 
 
+@pytest.mark.slow
 def test_a_question_per_seed_and_the_verifiers_score():
     (first, second, other), prompts = begun(seeds=(7, 7, 8))
     assert prompts[0] == prompts[1] != prompts[2]

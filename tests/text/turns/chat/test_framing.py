@@ -48,6 +48,7 @@ def called(number=1, name="look_up"):
     return Turn([], "", {"role": "assistant", "content": "", "tool_calls": calls})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [pytest.param(*pair, marks=pytest.mark.proof if pair[1] in ("split", "prepend") else ()) for pair in COMBINED],
@@ -100,6 +101,7 @@ def test_the_wrong_header_does_not_end_a_turn():
         assert tokenizer.decode(frame.observation(answer("7"), turn)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pattern", ADVERSARIAL)
 def test_an_observation_never_becomes_a_token_of_the_template(name, pattern):

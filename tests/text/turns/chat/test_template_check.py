@@ -33,6 +33,7 @@ def changed(name, *replacements):
     return tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_each_template_has_the_tokens_of_one_rendering(name):
     lines, wrong = check(chat_tokenizer(name))

@@ -275,6 +275,7 @@ def test_no_turn_raises_or_gives_a_call_that_cannot_be_written(name, number):
     assert seen["malformed"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_long_repetitive_turns_are_parsed_quickly(form):
     for piece in (" ", "\n", form.marker or '{"name": "a', "<", "{", "<think>", "<think></think>", "<parameter=a>"):

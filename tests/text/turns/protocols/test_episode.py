@@ -46,8 +46,9 @@ def test_a_text_that_was_cut_by_characters_is_marked_once(tokenizer):
     assert reply.problems == ("cut",)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=300), st.integers(1, 40))
-@settings(settings.get_profile("few"))
+@settings(max_examples=30)
 def test_no_text_is_longer_than_the_limit_or_than_its_mark(tokenizer, text, tokens):
     text, _ = shorten(text, tokens)
     reply = fit(Reply(text), tokens, tokenizer)

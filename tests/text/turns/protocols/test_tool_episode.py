@@ -359,6 +359,7 @@ def test_a_tool_in_trouble_is_an_observation_and_the_episode_goes_on(name, answe
     over.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["recurses", "nests"])
 def test_a_tool_that_exhausts_the_stack_is_an_observation(name):
     begun, _ = episode(None, list(trouble(None).values()), {"prompt": ASKED}, observation_tokens=64)
