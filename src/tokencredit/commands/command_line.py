@@ -220,6 +220,10 @@ class Parser(argparse.ArgumentParser):
         if isinstance(settings, Mapping):
             if {"variants", "grid"} & set(settings):
                 raise ConfigError(f"{file}: it is a sweep's; train its runs with: tokencredit sweep {quote(file)}")
+            if "actor_rollout_ref" in settings or "ppo" in (settings.get("stage"), settings.get("rlhf_type")):
+                raise ConfigError(
+                    f"{file}: it is another project's; make one of it with: tokencredit migrate {quote(file)}"
+                )
             if run_kind := other_run_kind(settings, self.kind):
                 raise ConfigError(f"{file}: it is a configuration of tokencredit {run_kind.command}")
             options = {action.dest for action in self._actions if not isinstance(action, Given)}

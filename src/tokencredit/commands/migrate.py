@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from shlex import quote
 
 from tokencredit.commands.command_line import POSITIVE_INT, Options, Parser, new_command
 from tokencredit.errors import ConfigError
@@ -43,7 +44,7 @@ def migrate(options: Options) -> None:
         raise ConfigError(f"{names}: {kinds} one at a time")
     given = {name: value for source in sources for name, value in source.given.items()}
     given |= {} if options.rows is None else {"rows": options.rows}
-    made = migrated(*projects.values(), given, [note for source in sources for note in source.notes])
+    made = migrated(next(iter(projects.values())), given, [note for source in sources for note in source.notes])
     text = made.text(names)
     if out is None:
         print(text, end="")
@@ -51,4 +52,4 @@ def migrate(options: Options) -> None:
         out.write_text(text, encoding="utf-8")
     print(made.summary(names), file=sys.stderr)
     if out is not None:
-        print(f"{out}; check it with: tokencredit train --config {out} --check", file=sys.stderr)
+        print(f"{out}; train with it: tokencredit train --config {quote(str(out))}", file=sys.stderr)

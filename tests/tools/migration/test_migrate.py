@@ -180,6 +180,12 @@ def test_a_file_of_another_kind_is_refused(name, text, message, tmp_path, capsys
     assert message in capsys.readouterr().err
 
 
+def test_a_file_of_another_project_given_to_train_names_the_command(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(LLAMA_FACTORY)
+    assert main(["train", "--config", str(tmp_path / "a.yaml")]) == 2
+    assert f"make one of it with: tokencredit migrate {tmp_path / 'a.yaml'}" in capsys.readouterr().err
+
+
 def test_values_of_other_types_are_left_to_the_user(tmp_path, capsys):
     bad = {"stage": "ppo", "ppo_target": "high", "per_device_train_batch_size": "x", "learning_rate": -1, "top_p": []}
     _, _, told = run(tmp_path, "a.json", json.dumps(bad), capsys)
@@ -196,7 +202,9 @@ def test_shell_arithmetic_and_quotes():
     """)
     *_, words = Script().commands(text.replace("A=6; B='a b'", "B='a b'"))
     assert words == ["run", "--x", "42", "--y", "a b", "--z", "$(date)", "--w", "6"]
-    assert (arithmetic(["7", "/", "0"]), arithmetic(["x"])) == ("", "")
+    assert (arithmetic(["7", "/", "0"]), arithmetic(["x"]), arithmetic(["9" * 19])) == ("", "", "")
+    bomb = "A0=xxxxxxxx\n" + "".join(f"A{n + 1}=$A{n}$A{n}\nB=$((B * 99))\n" for n in range(60)) + "run $A60\n"
+    assert len(" ".join(next(Script().commands(bomb)))) < 200_000
 
 
 @pytest.mark.parametrize("project", [x for x in projects() if x.values], ids=lambda project: project.title)

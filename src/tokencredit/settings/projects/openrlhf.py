@@ -19,6 +19,43 @@ from tokencredit.settings.projects.values import (
     share,
 )
 
+MODELS = ("actor", "critic", "ref", "reward")
+OLD_NAMES = """
+pretrain=actor.model_name_or_path reward_pretrain=reward.model_name_or_path
+critic_pretrain=critic.model_name_or_path remote_rm_url=reward.remote_url agent_func_path=train.agent_func_path
+actor_learning_rate=actor.adam.lr critic_learning_rate=critic.adam.lr lr_warmup_ratio=actor.lr_warmup_ratio
+lr_scheduler=actor.lr_scheduler max_norm=actor.max_norm l2=actor.adam.weight_decay eps_clip=actor.eps_clip
+eps_clip_low_high=actor.eps_clip_low_high dual_clip=actor.dual_clip policy_loss_type=actor.policy_loss_type
+entropy_loss_coef=actor.entropy_coef gradient_checkpointing=actor.gradient_checkpointing_enable
+value_clip=critic.value_clip freezing_actor_steps=critic.freezing_steps
+save_value_network=critic.save_value_network lambd=algo.advantage.lambd gamma=algo.advantage.gamma
+advantage_estimator=algo.advantage.estimator no_advantage_std_norm=algo.advantage.no_std_norm
+init_kl_coef=algo.kl.init_coef kl_target=algo.kl.target kl_horizon=algo.kl.horizon kl_estimator=algo.kl.estimator
+use_kl_loss=algo.kl.use_loss normalize_reward=reward.normalize_enable reward_clip_range=reward.clip_range
+overlong_buffer_len=reward.overlong_buffer_len overlong_penalty_factor=reward.overlong_penalty_factor
+prompt_data=data.prompt_dataset prompt_split=data.prompt_split prompt_data_probs=data.prompt_probs
+input_key=data.input_key label_key=data.label_key apply_chat_template=data.apply_chat_template
+max_samples=data.max_samples max_len=data.max_len prompt_max_len=data.prompt_max_len
+generate_max_len=rollout.max_new_tokens max_new_tokens=rollout.max_new_tokens
+generate_min_len=rollout.min_new_tokens n_samples_per_prompt=rollout.n_samples_per_prompt
+rollout_batch_size=rollout.batch_size temperature=rollout.temperature top_p=rollout.top_p
+micro_rollout_batch_size=rollout.micro_batch_size train_batch_size=train.batch_size
+micro_train_batch_size=train.micro_batch_size max_epochs=train.max_epochs
+train_max_tokens_per_gpu=train.max_tokens_per_gpu seed=train.seed zero_stage=ds.zero_stage
+param_dtype=ds.param_dtype bf16=ds.param_dtype load_in_4bit=ds.load_in_4bit lora_rank=ds.lora.rank
+lora_alpha=ds.lora.alpha lora_dropout=ds.lora.dropout target_modules=ds.lora.target_modules
+adam_offload=ds.adam_offload packing_samples=ds.packing_samples flash_attn=ds.attn attn_implementation=ds.attn
+vllm_num_engines=vllm.num_engines enforce_eager=vllm.eager vllm_gpu_memory_utilization=vllm.gpu_memory_utilization
+vllm_sync_backend=vllm.sync_backend vllm_tensor_parallel_size=vllm.tensor_parallel_size
+vllm_enable_sleep=vllm.enable_sleep deepspeed_enable_sleep=ds.enable_sleep save_path=ckpt.output_dir
+ckpt_path=ckpt.path save_steps=ckpt.save_steps max_ckpt_num=ckpt.max_num eval_steps=eval.steps
+save_hf_ckpt=ckpt.save_hf load_checkpoint=ckpt.load_enable eval_dataset=eval.dataset
+logging_steps=logger.logging_steps use_wandb=logger.wandb.key wandb_run_name=logger.wandb.x
+wandb_project=logger.wandb.project use_tensorboard=logger.tensorboard_dir colocate_all_models=train.colocate_all
+colocate_actor_ref=train.colocate_actor_ref colocate_critic_reward=train.colocate_critic_reward
+dynamic_filtering=algo.dynamic_filtering_x
+"""
+"""The names before 0.10, each with today's."""
 ESTIMATORS = {"gae": "gae", "reinforce": "reward_to_go", "rloo": "leave_one_out", "group_norm": "group_relative"}
 
 
@@ -131,60 +168,8 @@ OPENRLHF = Project(
         "none (one data set, read whole)": "data.prompt_probs data.dataloader_num_workers data.disable_fast_tokenizer",
         "none (the same seed gives the same run)": "train.full_determinism_enable",
     },
-    aliases={
-        **{"pretrain": "actor.model_name_or_path", "reward_pretrain": "reward.model_name_or_path"},
-        **{"critic_pretrain": "critic.model_name_or_path", "remote_rm_url": "reward.remote_url"},
-        **{"agent_func_path": "train.agent_func_path", "actor_learning_rate": "actor.adam.lr"},
-        **{"critic_learning_rate": "critic.adam.lr", "lr_warmup_ratio": "actor.lr_warmup_ratio"},
-        **{"lr_scheduler": "actor.lr_scheduler", "max_norm": "actor.max_norm", "l2": "actor.adam.weight_decay"},
-        **{"eps_clip": "actor.eps_clip", "eps_clip_low_high": "actor.eps_clip_low_high"},
-        **{"dual_clip": "actor.dual_clip", "policy_loss_type": "actor.policy_loss_type"},
-        **{"entropy_loss_coef": "actor.entropy_coef", "gradient_checkpointing": "actor.gradient_checkpointing_enable"},
-        **{"value_clip": "critic.value_clip", "freezing_actor_steps": "critic.freezing_steps"},
-        **{"save_value_network": "critic.save_value_network", "lambd": "algo.advantage.lambd"},
-        **{"gamma": "algo.advantage.gamma", "advantage_estimator": "algo.advantage.estimator"},
-        **{"no_advantage_std_norm": "algo.advantage.no_std_norm", "init_kl_coef": "algo.kl.init_coef"},
-        **{"kl_target": "algo.kl.target", "kl_horizon": "algo.kl.horizon", "kl_estimator": "algo.kl.estimator"},
-        **{"use_kl_loss": "algo.kl.use_loss", "normalize_reward": "reward.normalize_enable"},
-        **{"reward_clip_range": "reward.clip_range", "overlong_buffer_len": "reward.overlong_buffer_len"},
-        **{"overlong_penalty_factor": "reward.overlong_penalty_factor", "prompt_data": "data.prompt_dataset"},
-        **{
-            "prompt_split": "data.prompt_split",
-            "prompt_data_probs": "data.prompt_probs",
-            "input_key": "data.input_key",
-        },
-        **{"label_key": "data.label_key", "apply_chat_template": "data.apply_chat_template"},
-        **{"max_samples": "data.max_samples", "max_len": "data.max_len", "prompt_max_len": "data.prompt_max_len"},
-        **{"generate_max_len": "rollout.max_new_tokens", "max_new_tokens": "rollout.max_new_tokens"},
-        **{"generate_min_len": "rollout.min_new_tokens", "n_samples_per_prompt": "rollout.n_samples_per_prompt"},
-        **{"rollout_batch_size": "rollout.batch_size", "temperature": "rollout.temperature", "top_p": "rollout.top_p"},
-        **{"micro_rollout_batch_size": "rollout.micro_batch_size", "train_batch_size": "train.batch_size"},
-        **{"micro_train_batch_size": "train.micro_batch_size", "max_epochs": "train.max_epochs"},
-        **{"train_max_tokens_per_gpu": "train.max_tokens_per_gpu", "seed": "train.seed"},
-        **{"zero_stage": "ds.zero_stage", "param_dtype": "ds.param_dtype", "bf16": "ds.param_dtype"},
-        **{"load_in_4bit": "ds.load_in_4bit", "lora_rank": "ds.lora.rank", "lora_alpha": "ds.lora.alpha"},
-        **{"lora_dropout": "ds.lora.dropout", "target_modules": "ds.lora.target_modules"},
-        **{"adam_offload": "ds.adam_offload", "packing_samples": "ds.packing_samples", "flash_attn": "ds.attn"},
-        **{"attn_implementation": "ds.attn", "vllm_num_engines": "vllm.num_engines", "enforce_eager": "vllm.eager"},
-        **{"vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization", "vllm_sync_backend": "vllm.sync_backend"},
-        **{"vllm_tensor_parallel_size": "vllm.tensor_parallel_size", "vllm_enable_sleep": "vllm.enable_sleep"},
-        **{"deepspeed_enable_sleep": "ds.enable_sleep", "save_path": "ckpt.output_dir", "ckpt_path": "ckpt.path"},
-        **{"save_steps": "ckpt.save_steps", "max_ckpt_num": "ckpt.max_num", "eval_steps": "eval.steps"},
-        **{"save_hf_ckpt": "ckpt.save_hf", "load_checkpoint": "ckpt.load_enable", "eval_dataset": "eval.dataset"},
-        **{
-            "logging_steps": "logger.logging_steps",
-            "use_wandb": "logger.wandb.key",
-            "wandb_run_name": "logger.wandb.x",
-        },
-        **{"wandb_project": "logger.wandb.project", "use_tensorboard": "logger.tensorboard_dir"},
-        **{"colocate_all_models": "train.colocate_all", "colocate_actor_ref": "train.colocate_actor_ref"},
-        **{"colocate_critic_reward": "train.colocate_critic_reward", "dynamic_filtering": "algo.dynamic_filtering_x"},
-        **{
-            f"{model}_num_{what}": f"{model}.num_{what}"
-            for model in ("actor", "critic", "ref", "reward")
-            for what in ("nodes", "gpus_per_node")
-        },
-    },
+    aliases=dict(pair.split("=") for pair in OLD_NAMES.split())
+    | {f"{model}_num_{what}": f"{model}.num_{what}" for model in MODELS for what in ("nodes", "gpus_per_node")},
     values={
         "model.lora.rank": ("ds.lora.rank", lambda number: rank(number, number)),
         "model.lora.target_modules": ("ds.lora.target_modules", lambda names: layers(True, names)),

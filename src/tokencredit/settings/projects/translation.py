@@ -117,7 +117,7 @@ def translate(project: Project, given: Mapping[str, Any]) -> Translation:
         own = {name: whole.get(name, name) for name in names if name in values}
         shown = {name: "" if str(values[name]) in str(value) else f" {values[name]}" for name in own}
         parts = [f"{key}{shown[name]}{'' if name in whole else ' (default)'}" for name, key in own.items()]
-        return f"default of {project.title}: {names[0]}" if not whole.keys() & own else ", ".join(parts)
+        return f"default of {project.title}: {', '.join(own)}" if not whole.keys() & own else ", ".join(parts)
 
     rules = {key: (names.split(), function) for key, (names, function) in project.values.items()}
     used: set[str] = set()

@@ -15,6 +15,9 @@ OTHER = re.compile(r"\$\([^()]*\)|`[^`]*`")
 ENDS = re.compile(r"&&|\|\|?|;|&|\d?>+.*|&>+.*|<.*")
 PROCESSES = re.compile(r"--(?:nproc_per_node|nproc-per-node|num_processes)[= ](\d+)")
 MAX_NESTING = 3
+MAX_VALUE = 100_000
+"""Most characters of a variable; one that would be longer keeps the names of others."""
+MAX_DIGITS = 18
 
 
 @dataclass
@@ -48,7 +51,10 @@ class Script:
     def fill(self, text: str) -> str:
         """A text with the variables that are known, or have a default, in place."""
         for _ in range(MAX_NESTING):
-            text = VARIABLE.sub(lambda m: self.variables.get(m[1] or m[3], m[0] if m[2] is None else m[2]), text)
+            filled = VARIABLE.sub(lambda m: self.variables.get(m[1] or m[3], m[0] if m[2] is None else m[2]), text)
+            if len(filled) > MAX_VALUE:  # variables that double each other
+                return text
+            text = filled
         return text
 
     def _words(self, word: str) -> list[str]:
@@ -75,7 +81,7 @@ class Script:
 
 def arithmetic(parts: list[str]) -> str:
     """The value of whole numbers joined by operators, from the left; empty if it is anything else."""
-    if len(parts) % 2 == 0 or not all(part.isdecimal() for part in parts[::2]):
+    if len(parts) % 2 == 0 or not all(part.isdecimal() and len(part) <= MAX_DIGITS for part in parts[::2]):
         return ""
     total = int(parts[0])
     for sign, other in zip(parts[1::2], map(int, parts[2::2]), strict=True):

@@ -108,7 +108,7 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
                 translation.settings[key] = value = float(value)
             if key != "reward":  # whose terms are checked with the whole
                 check_value(key, value, known[key].hint, known[key].limits)
-        except ConfigError as error:
+        except (ConfigError, OverflowError) as error:
             _leave(translation, key, str(error))
     _drop_idle(made)
     while message := _refused(translation.settings):
