@@ -22,6 +22,7 @@ LAYERS = {
     "report": 6,
     "text": 7,
     "control": 7,
+    "trl": 8,
     "tools": 8,
     "commands": 9,
     "cli": 10,

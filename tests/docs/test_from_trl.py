@@ -92,15 +92,11 @@ def folder(tmp_path, monkeypatch, model_folders):
 
 
 @pytest.mark.proof
-def test_the_script_for_tokencredit_runs(folder):
-    script = (
-        blocks("python")[1]
-        .replace("iterations=40", "iterations=2, show_every=0")
-        .replace("batch_size=64", "batch_size=8")
-    )
+def test_the_script_with_one_line_changed_runs(folder):
+    script = blocks("python")[0].replace("=2560", "=16").replace("=64", "=8")
     (folder / "script.py").write_text(script, encoding="utf-8")
     names = runpy.run_path(str(folder / "script.py"))
-    assert names["summary"]["iterations"] == 2
+    assert names["trainer"].trainer.record.history[-1]["iteration"] == 2
     AutoModelForCausalLM.from_pretrained(folder / "runs" / "first" / "policy")
 
 

@@ -24,7 +24,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.datasets import from_python, require_datasets
 from tokencredit.text.data.prefixes import Reading, scoring
-from tokencredit.text.data.prompts import Prompts, load_prompts
+from tokencredit.text.data.prompts import Prompts, as_ids, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
 from tokencredit.text.engines.engine import Engine
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
 
-OWN_COLUMNS = ("prompts", "completions", "completion_ids", "ref_logprobs")
+OWN_COLUMNS = ("prompts", "completions", "prompt_ids", "completion_ids", "ref_logprobs")
 """Arguments of reward functions that a run gives itself."""
 
 
@@ -214,7 +214,8 @@ def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterato
     """Lines for the user on settings and columns that do something other than their names suggest."""
     for name in [name for name in rows.other_columns if name in OWN_COLUMNS]:
         yield f"the column {name!r} of {rows.name} does not reach rewards, which get the run's own {name}; rename it"
-    if isinstance(rows, Prompts) and not rows.conversational and rows.tokenizer.chat_template:
+    plain = isinstance(rows, Prompts) and not rows.conversational and bool(rows.tokenizer.chat_template)
+    if plain and isinstance(rows, Prompts) and as_ids(rows.rows[0].get(rows.column)) is None:
         yield (
             "prompts are plain texts, so the model's chat template is not used; for a chat model give conversations, "
             "[{role: user, content: …}]"

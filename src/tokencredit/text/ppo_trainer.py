@@ -30,7 +30,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.foreign_names import refuse_arguments
-from tokencredit.settings.run_kind import TEXT, own_parts, refuse_python
+from tokencredit.settings.run_kind import TEXT, refuse_python
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text import ppo_setup as setup
@@ -54,7 +54,7 @@ from tokencredit.text.ppo_setup import overview
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rollout_passes import rollout_logprobs
-from tokencredit.text.run_parts import parts_of, with_labels
+from tokencredit.text.run_parts import given_parts, parts_of, with_labels
 from tokencredit.text.sources.ahead import CurrentPolicy, SamplesAhead
 from tokencredit.text.sources.by_hand import NO_REWARD, LoopByHand
 from tokencredit.text.turns.environments import Environments
@@ -110,12 +110,14 @@ class PPOTrainer(LoopByHand):
         if model is not None:
             name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", ""))
             args = replace(args, model=replace(args.model, name=name))
-        given = {"reward_funcs": reward_funcs, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
-        given |= {"tools": tools or None, "environment_factory": environment_factory, "peft_config": peft_config}
+        rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "tools": tools or None}
         loaded = {"model": None if isinstance(model, str) else model, "processing_class": processing_class}
-        given |= loaded | {"callbacks": callbacks or None}
-        given = {argument: value for argument, value in given.items() if value is not None}
-        given |= {key: part for key, part in own_parts(args).items() if not isinstance(part, str)}
+        others = {
+            "environment_factory": environment_factory,
+            "peft_config": peft_config,
+            "callbacks": callbacks or None,
+        }
+        given = given_parts(args, {"reward_funcs": reward_funcs} | rows | loaded | others)
         refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.loaded = load_parts(args)  # with a user's functions in place of their names
         self.processes = Processes(args.run.timeout)
@@ -242,6 +244,7 @@ class PPOTrainer(LoopByHand):
                 scored = self.collect()
                 # 2. Assign credit: reward, advantage and return of each token.
                 batch, experience = self.credit.give(scored)
+                self.last = self.handed and batch
             except UnusableBatch as bad:
                 # Nothing is learned from a batch with numbers that are not finite; too many of them end the run.
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), diverged=bad.diverged, texts=bad.texts)

@@ -13,6 +13,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import Part, describe, label
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import PACKAGED, DefaultReward, FunctionTerm
+from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.tasks import Tasks
@@ -23,6 +24,12 @@ from tokencredit.text.rewards.terms import load_function
 from tokencredit.text.turns.environments import load_factory, load_tools
 from tokencredit.user_code.parts import load_parts, loaded_parts
 from tokencredit.user_code.user_objects import load_object
+
+
+def given_parts(args: PPOConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that were given, and the settings that are objects of users."""
+    given = {argument: value for argument, value in arguments.items() if value is not None}
+    return given | {key: part for key, part in own_parts(args).items() if not isinstance(part, str)}
 
 
 def parts_of(

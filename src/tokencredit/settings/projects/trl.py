@@ -11,6 +11,7 @@ from tokencredit.settings.projects.values import (
     iterations,
     layers,
     number,
+    optimizer_steps,
     product,
     quantization,
     rank,
@@ -166,6 +167,10 @@ TRL = Project(
         "reward": ("reward_model_path reward_model", lambda *names: reward_models(first(*names))),
         "critic.name": ("reward_model_path reward_model", first),
         "rollout.batch_size": (f"batch_size {BATCH}", lambda whole, *parts: whole or product(*parts)),
+        "ppo.minibatches": (
+            "num_mini_batches steps_per_generation per_device_train_batch_size gradient_accumulation_steps",
+            lambda parts, steps, *sizes: steps or optimizer_steps(parts, *sizes),
+        ),
         "run.iterations": (
             "num_total_batches total_episodes num_train_epochs rows max_steps =rollout.batch_size",
             lambda batches, total, epochs, rows, _, batch: batches or iterations(total, epochs, rows, batch),
@@ -294,6 +299,7 @@ OLD_TRL = Project(
             ),
         ),
         "ppo.target_kl": ("early_stopping target_kl", lambda stop, kl: 1.5 * kl if stop else None),
+        **dict.fromkeys(("stop.kl", "stop.reward"), ("early_stopping", lambda _: DEFAULT)),
         "score.normalize": (
             "use_score_scaling whiten_rewards",
             lambda scale, whiten: "running" if scale else whitened(whiten),

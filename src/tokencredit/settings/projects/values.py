@@ -27,6 +27,12 @@ def number(value: Any) -> Any:
     return max(1, math.ceil(value))
 
 
+def optimizer_steps(parts: Any, size: Any, accumulated: Any) -> int:
+    """Optimizer steps per epoch of TRL's PPO: one per `accumulated` micro-batches, which are rows of one part."""
+    each = int(size * accumulated // parts)
+    return max(1, int(parts * math.ceil(each / size) // accumulated))
+
+
 def iterations(total: Any, epochs: Any, rows: Any, batch: Any, per_prompt: Any = 1) -> Any:
     """Iterations of a total of completions, or of epochs over prompts."""
     if total:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import column_names
 from tokencredit.settings.data import CONVERSATION, PromptsConfig
+from tokencredit.text.data.completions import prompt_ids
 from tokencredit.text.data.datasets import column_values, rows_of
 from tokencredit.text.rewards.texts import answer, content, for_template, prefilled
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 Prompt = str | list[dict[str, Any]]
 """A plain text, or a conversation: messages with a role and a content."""
+Ids = tuple[int, ...]
+"""A prompt as token ids, whose text is their decoding."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ class Prompts:
         Empty for other prompts.
         """
         prompt = self._check(0, self.rows[0].get(self.column))
-        text = "" if isinstance(prompt, str) else content(prompt[-1]).strip()
+        text = "" if isinstance(prompt, str | tuple) else content(prompt[-1]).strip()
         return "" if text in self._render(0, prompt) else text
 
     def _filled(self, template: str) -> list[dict[str, Any]]:
@@ -192,7 +195,7 @@ class Prompts:
                 f"{self.keys}.column is {self.column!r}; the columns of {self.name} are {', '.join(columns)}"
             )
         first = self.rows[0].get(self.column)
-        conversational = isinstance(first, list)
+        conversational = isinstance(first, list) and as_ids(first) is None
         if is_conversation(first) and self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the prompts of {self.name} are conversations, but the tokenizer has no chat template; "
@@ -202,9 +205,9 @@ class Prompts:
 
     def _read(self, index: int, row: dict[str, Any]) -> tuple[Prompt, str, list[int]]:
         """A row's prompt, its text for the model, and its token ids, truncated if necessary."""
-        prompt = self._check(index, row.get(self.column))
-        text = self._render(index, prompt)
-        ids = self._encode([text])[0]
+        given = self._check(index, row.get(self.column))
+        text = self._render(index, given)
+        prompt, ids = (text, list(given)) if isinstance(given, tuple) else (given, self._encode([text])[0])
         if not self._fits(index, text, ids):
             raise self._too_long(index, ids)
         if self.max_length is None or len(ids) <= self.max_length:
@@ -223,9 +226,12 @@ class Prompts:
         limit = float("inf") if self.max_length is None or self.overlong == "truncate" else self.max_length - special
         kept, start = [], 0
         for values in column_values(self.rows, self.column):
-            texts = {index: self._render(index, self._check(index, value)) for index, value in enumerate(values, start)}
+            checked = {index: self._check(index, value) for index, value in enumerate(values, start)}
+            texts = {index: self._render(index, value) for index, value in checked.items()}
+            ids = {index: list(value) for index, value in checked.items() if isinstance(value, tuple)}
             unclear = [index for index, text in texts.items() if not text.strip() or self._most_tokens(text) > limit]
-            ids = dict(zip(unclear, self._encode([texts[index] for index in unclear]), strict=True))
+            unclear = [index for index in unclear if index not in ids]
+            ids |= zip(unclear, self._encode([texts[index] for index in unclear]), strict=True)
             kept += [index for index in texts if index not in ids or self._fits(index, texts[index], ids[index])]
             start += len(values)
         if not kept:
@@ -253,8 +259,10 @@ class Prompts:
             f"{self.keys}.overlong to drop or truncate"
         )
 
-    def _check(self, index: int, prompt: Any) -> Prompt:
+    def _check(self, index: int, prompt: Any) -> Prompt | Ids:
         """Check that a prompt has the format of the first one, and return it."""
+        if (ids := as_ids(prompt)) is not None and not self.conversational:
+            return ids
         if self.conversational and is_conversation(prompt):
             try:
                 return [for_template(message) for message in prompt]
@@ -272,8 +280,10 @@ class Prompts:
         expected = expected if index else f"a text or {conversation}"
         raise ConfigError(f"{self._label(index)} is {prompt!r:.60}; it must be {expected}")
 
-    def _render(self, index: int, prompt: Prompt) -> str:
+    def _render(self, index: int, prompt: Prompt | Ids) -> str:
         """A prompt as text; a conversation by its chat template, with a generation prompt unless it is prefilled."""
+        if isinstance(prompt, tuple):
+            return str(self.tokenizer.decode(list(prompt)))
         if isinstance(prompt, str):
             return self._encodable(index, prompt)
         unfinished = prefilled(prompt)
@@ -321,22 +331,10 @@ class Prompts:
         return f"{self.name}[{index}]" if self.name == self.texts else f"row {index + 1} of {self.name}"
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
-    """Token ids of prompts; with `special`, the tokenizer's own tokens at their start, once, and none at their end."""
-    encoded = tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
-    if not special:
-        return list(encoded)
-    # The tokenizer's own tokens stand around those of a text, which must be one that it can encode.
-    sample = max(texts, key=len)
-    plain, whole = (tokenizer(sample, add_special_tokens=own, verbose=False)["input_ids"] for own in (False, True))
-    first = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
-    if first is None or not plain:
-        return list(encoded)
-    added, last = whole[:first], len(whole) - first - len(plain)
-    prompts = [ids[: len(ids) - last] for ids in encoded]
-    return [ids[first:] if added and ids[first : 2 * first] == added else ids for ids in prompts]
+def as_ids(prompt: Any) -> Ids | None:
+    """Token ids: those of a list of integers, an array or a tensor; None for other prompts."""
+    listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    return tuple(listed) if isinstance(listed, list) and listed and all(type(x) is int for x in listed) else None
 
 
 def load_prompts(

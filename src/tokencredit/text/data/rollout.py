@@ -69,13 +69,16 @@ class Rollout:
     def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
         """Extra columns for reward functions.
 
-        `completion_ids`, the token ids after the prompt; `completion_mask`, with several turns, 1 at sampled tokens and
-        0 at an environment's; `ref_logprobs`, log-probs of sampled tokens under the reference model, if there is one.
+        `prompt_ids` and `completion_ids`, the token ids of the prompt and after it; `completion_mask`, with several
+        turns, 1 at sampled tokens and 0 at an environment's; `ref_logprobs`, log-probs of sampled tokens under the
+        reference model, if there is one.
         """
         # One transfer from the device per tensor, not per row.
         rows, lengths = list(self.mask.cpu()), self.response_lengths().tolist()
         response_ids = zip(self.response_ids.cpu(), lengths, strict=True)
         columns: dict[str, list[Any]] = {"completion_ids": [ids[:length].tolist() for ids, length in response_ids]}
+        prompts = zip(self.prompt_ids.cpu(), self.prompt_mask.cpu(), strict=True)
+        columns["prompt_ids"] = [ids[mask].tolist() for ids, mask in prompts]
         if self.turn_ends is not None:
             masks = zip(rows, lengths, strict=True)
             columns["completion_mask"] = [mask[:length].int().tolist() for mask, length in masks]

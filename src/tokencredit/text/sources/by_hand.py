@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,6 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -76,6 +76,8 @@ class LoopByHand:
     """Completions of the batch, over all processes."""
     handed: Batch | None = None
     """The batch that `learn` was given."""
+    last: Batch | None = None
+    """The batch that was learned from last, with its credit."""
     summary: Summary | None = None
     remaining: Steps | None = None
 
@@ -124,7 +126,7 @@ class LoopByHand:
             if prompts is None:
                 rows, uniforms = self.stream.next_batch()
             else:
-                rows = self._prompts(prompts, repeat=settings.per_prompt)
+                rows = self._prompts(prompts, settings.max_new_tokens, settings.per_prompt)
                 own, total = self._rows_of(len(rows.ids))
                 uniforms = torch.rand(total, settings.max_new_tokens, generator=self.stream.generator)[own]
             draw = partial(self.pipeline.sample, rows, settings, uniforms, settings.per_prompt)
@@ -140,7 +142,7 @@ class LoopByHand:
             logprobs: log-prob with which each token was drawn; None for those of the policy.
         """
         with self._running():
-            rows = self._prompts(prompts)
+            rows = self._prompts(prompts, new=1)
             ids = [torch.as_tensor(row).flatten().long() for row in completion_ids]
             drawn = None if logprobs is None else [torch.as_tensor(row).flatten().float() for row in logprobs]
             self._check_adopted(rows, ids, drawn)
@@ -181,6 +183,7 @@ class LoopByHand:
                 raise ConfigError(f"learn got no scores, and {NO_REWARD}")
             self._check_scores(batch, scores)
             given.scores = scores
+        self.last = None
         with self._running():
             self.handed = self._by_current_policy(batch)
             own, self.rows = self._rows_of(len(batch.completions))
@@ -264,9 +267,10 @@ class LoopByHand:
         first = sum(counts[: self.processes.rank])
         return slice(first, first + count), sum(counts)
 
-    def _prompts(self, prompts: Any, repeat: int = 1) -> PromptBatch:
-        """Prompts as a batch, each `repeat` times."""
-        config, limit = self.loaded.prompts, self._room()
+    def _prompts(self, prompts: Any, new: int, repeat: int = 1) -> PromptBatch:
+        """Prompts that leave room for `new` tokens as a batch, each `repeat` times."""
+        config = self.loaded.prompts
+        limit = max_prompt_length(self.pipeline.policy.lm, new, self.loaded.ppo.micro_batch_tokens)
         self._report_prompts()
         if self.pipeline.player is not None:
             raise ConfigError("prompts are the environment's; call sample() without any, and adopt no completions")
@@ -275,21 +279,12 @@ class LoopByHand:
                 f"prompts is {quoted(prompts)}; it must be a list of texts, conversations, rows or lists of token ids"
             )
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        if all(map(is_ids, listed)):
-            ids = [torch.as_tensor(row).flatten().tolist() for row in listed]
-            wrong = [number for number, row in enumerate(ids) if not 0 < len(row) <= (limit or len(row))]
-            if wrong:
-                raise ConfigError(f"prompt {wrong[0]} has {len(ids[wrong[0]])} tokens; it must have 1 to {limit}")
-            texts = [str(text) for text in self.tokenizer.batch_decode(ids)]
-            pad = self.tokenizer.pad_token_id or 0
-            batch = PromptBatch.padded([*texts], texts, ids, {}, pad)
-        else:
-            if not isinstance(listed[0], str | Mapping):
-                listed = [{config.column: prompt} for prompt in listed]
-            template = config.template if isinstance(listed[0], Mapping) and config.column not in listed[0] else None
-            overlong = "error" if config.overlong == "drop" else config.overlong
-            config = replace(config, template=template, overlong=overlong)
-            batch = Prompts(listed, self.tokenizer, config, name="prompts", limit=limit).batch(0, len(listed))
+        if not isinstance(listed[0], str | Mapping):
+            listed = [{config.column: prompt} for prompt in listed]
+        template = config.template if isinstance(listed[0], Mapping) and config.column not in listed[0] else None
+        overlong = "error" if config.overlong == "drop" else config.overlong
+        config = replace(config, template=template, overlong=overlong)
+        batch = Prompts(listed, self.tokenizer, config, name="prompts", limit=limit).batch(0, len(listed))
         return batch.select([row for row in range(len(batch.ids)) for _ in range(repeat)]) if repeat > 1 else batch
 
     def _report_prompts(self) -> None:
@@ -298,23 +293,17 @@ class LoopByHand:
             self.reported.add("prompts")
             self.record.event("prompts come from calls in Python, not from the configuration")
 
-    def _room(self) -> int | None:
-        return max_prompt_length(
-            self.pipeline.policy.lm, self.loaded.rollout.max_new_tokens, self.loaded.ppo.micro_batch_tokens
-        )
-
     def _check_adopted(self, rows: PromptBatch, ids: list[Tensor], logprobs: list[Tensor] | None) -> None:
         """Raise `ConfigError` unless prompts, completions and log-probs belong together."""
-        longest, group = self.loaded.rollout.max_new_tokens, self.loaded.rollout.per_prompt
+        room = max_prompt_length(self.pipeline.policy.lm, 0, self.loaded.ppo.micro_batch_tokens)
+        group, lengths = self.loaded.rollout.per_prompt, rows.mask.sum(1).tolist()
         for name, number in (("completions", len(ids)), ("lists of logprobs", len(logprobs or ids))):
             if number != len(rows.ids):
                 raise ConfigError(f"there are {len(rows.ids)} prompts and {number} {name}; give one per prompt")
         for number, row in enumerate(ids):
-            if not 0 < len(row) <= longest:
-                raise ConfigError(
-                    f"completion {number} has {len(row)} tokens; it must have 1 to {longest}, at most "
-                    "rollout.max_new_tokens"
-                )
+            if not 0 < len(row) <= (room or math.inf) - lengths[number]:
+                fit = f"with its prompt at most {room}, the model's context or ppo.micro_batch_tokens"
+                raise ConfigError(f"completion {number} has {len(row)} tokens; it must have at least 1 and {fit}")
             if logprobs is not None and len(logprobs[number]) != len(row):
                 raise ConfigError(f"completion {number} has {len(row)} tokens and {len(logprobs[number])} logprobs")
         texts = rows.contents()
@@ -385,10 +374,3 @@ class LoopByHand:
             )
         except RunStopped as error:
             raise ConfigError(str(error)) from error
-
-
-def is_ids(prompt: Any) -> bool:
-    """True for token ids: a tensor, an array, or a list of integers."""
-    if isinstance(prompt, Tensor | np.ndarray):
-        return True
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(x, int) for x in prompt)

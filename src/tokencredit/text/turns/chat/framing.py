@@ -11,8 +11,9 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
+from tokencredit.text.data.completions import prompt_ids
 from tokencredit.text.data.detokenizer import MAX_TOKENS, Detokenizer
-from tokencredit.text.data.prompts import Prompt, prompt_ids
+from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.rewards.texts import for_template, prefilled
 from tokencredit.text.rewards.texts import messages as as_messages
 from tokencredit.text.turns.chat.chat_template import PROBE, USER, ChatTemplate, Rejected, TemplateEncoder

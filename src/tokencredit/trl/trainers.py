@@ -1,0 +1,460 @@
+"""PPOTrainer with TRL's arguments, over `tokencredit.PPOTrainer`: `train`, or `generate` and `step`."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.models.model_loading import upload, weights_digest
+from tokencredit.text.models.run_models import save_policy
+from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
+from tokencredit.text.rewards.calls import Term
+from tokencredit.trl.config import settings_of
+from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, create_reference_model
+
+NEW = ["args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"]
+NEW += ["data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config"]
+OLD = ["config", "model", "ref_model", "tokenizer", "dataset", "optimizer", "data_collator", "num_shared_layers"]
+OLD += ["lr_scheduler", "training_data_collator"]
+"""Arguments of TRL's two trainers, in their order."""
+RENAMED = {"config": "args", "tokenizer": "processing_class", "policy": "model", "ref_policy": "ref_model"}
+"""Names of 0.12.0 for those of later versions."""
+CALLED = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_train_end")
+"""Methods of a TrainerCallback that are called."""
+MANY = 1_000_000
+"""Iterations of a loop whose script knows when it ends."""
+ROWS = 64
+"""Texts per forward pass of a reward model."""
+
+
+class PPOTrainer:
+    """TRL's PPOTrainer: that of 0.12 to 1.9, or that of 0.11 and before, as the arguments say.
+
+    Attributes:
+        trainer: the trainer of Tokencredit that does the work.
+    """
+
+    trainer: Trainer
+    args: Any = None
+    model: Any
+    tokenizer: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> PPOTrainer:
+        """A trainer of the version whose arguments these are."""
+        only_new = {*NEW, "policy", "ref_policy"} - set(OLD)
+        new = only_new & kwargs.keys() or (len(args) > 1 and isinstance(args[1], PreTrainedTokenizerBase))
+        return super().__new__((TrainingTrainer if new else SteppingTrainer) if cls is PPOTrainer else cls)
+
+    @property
+    def accelerator(self) -> Any:
+        """An Accelerator of the same processes, for scripts that prepare something or ask for the device."""
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=self.trainer.processes.device.type == "cpu")
+
+    def save_pretrained(self, folder: Any) -> None:
+        """Save the policy, or its adapter, with the tokenizer."""
+        save_policy(Path(folder), self.trainer.policy, self.trainer.tokenizer, writes=self.trainer.processes.main)
+
+    def push_to_hub(self, repo_id: str | None = None, **_: Any) -> None:
+        """Upload the policy to `repo_id`, else `hub_model_id`, else a repository named as the run's folder."""
+        named = repo_id or (self.args is not None and self.args.hub_model_id) or self.trainer.record.folder.path.name
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            if self.trainer.processes.main:
+                upload(Path(folder), named)
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Say once what is not honoured."""
+        if lines:
+            warnings.warn("of TRL's settings, these are not honoured: " + "; ".join(lines), stacklevel=4)
+        for line in lines:
+            self.trainer.record.log(f"not honoured: {line}")
+
+    def take_reference(self, model: nn.Module, given: Any) -> None:
+        """Let the reference model be the given one; `ConfigError` if it cannot be."""
+        reference = self.trainer.pipeline.reference
+        if reference is None or given is None or weights_digest(given) == weights_digest(model):
+            return
+        if reference is self.trainer.policy:
+            raise ConfigError("ref_model differs from model, and with an adapter the reference is model without it")
+        try:
+            reference.lm.load_state_dict(given.state_dict())
+        except RuntimeError as error:
+            raise ConfigError(f"ref_model is not of the model's architecture: {error}") from error
+
+    def responses(
+        self,
+        queries: Sequence[Tensor],
+        batch_size: int,
+        lengths: Callable[[], int] | None = None,
+        model: Any = None,
+        **generation_kwargs: Any,
+    ) -> list[Tensor]:
+        """Responses by a model's own `generate`, up to their end-of-sequence token."""
+        device, found = self.trainer.processes.device, []
+        model, end = model or self.model, self.tokenizer.eos_token_id
+        for first in range(0, len(queries), batch_size):
+            part = [row.to(device) for row in queries[first : first + batch_size]]
+            width = max(map(len, part))
+            tokens = torch.stack([nn.functional.pad(row, (width - len(row), 0)) for row in part])
+            mask = torch.stack([nn.functional.pad(torch.ones_like(row), (width - len(row), 0)) for row in part])
+            length = {} if lengths is None else {"max_new_tokens": lengths()}
+            with self.trainer.pipeline.precision.no_grad():
+                sampled = model.generate(input_ids=tokens, attention_mask=mask, **generation_kwargs | length)
+            for row in sampled[:, width:]:
+                ends = (row == end).nonzero()[:, 0].tolist()
+                found.append(row[: ends[0] + 1] if ends else row)
+        return found
+
+
+class TrainingTrainer(PPOTrainer):
+    """The trainer of TRL 0.12 to 1.9: `train()` does everything."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Build the trainer from TRL's arguments."""
+        given = bind(NEW, args, kwargs)
+        self.args, self.tokenizer = given["args"], given["processing_class"]
+        self.model, self.ref_model, self.value_model = given["model"], given["ref_model"], given["value_model"]
+        self.eval_dataset, reward, train_dataset = (given[x] for x in ("eval_dataset", "reward_model", "train_dataset"))
+        needed = ("args", "processing_class", "model", "reward_model", "train_dataset")
+        if missing := [name for name in needed if given[name] is None]:
+            raise ConfigError(f"PPOTrainer needs {', '.join(missing)}")
+        if given["optimizers"] not in (None, (None, None)):
+            raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
+        settings, lines = settings_of(self.args, old=False, rows=len(train_dataset))
+        settings |= self._stops() | self._critic() | {"prompts.column": "input_ids"}
+        if type(given["data_collator"]) not in (type(None), DataCollatorWithPadding):
+            lines.append("data_collator: prompts are input_ids, padded by a mask")
+        self.relay = Relay(self, given["callbacks"] or ())
+        self.state = self.relay.state
+        if isinstance(reward, nn.Module):
+            reward = Term("reward_model", 1.0, RewardOfIds(reward, self.tokenizer))
+        self._choose_adapter()
+        tokenizer = fitting(self.tokenizer, self.model)
+        parts = {"processing_class": tokenizer, "peft_config": given["peft_config"], "callbacks": [self.relay]}
+        self.trainer = Trainer(self.model, reward, PPOConfig.from_dict(settings), train_dataset, **parts)
+        self.take_reference(self.model, self.ref_model)
+        if self.value_model is not None:
+            self._take_critic(self.value_model)
+        self.say([*lines, *self.relay.lines])
+
+    def train(self, resume_from_checkpoint: bool = False) -> Any:
+        """Train; the policy is then in `output_dir`/policy too."""
+        self.relay.fire("on_train_begin")
+        try:
+            return self.trainer.train(bool(resume_from_checkpoint))
+        finally:
+            self.relay.fire("on_train_end")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy with the tokenizer, into `output_dir` of the arguments by default."""
+        self.save_pretrained(output_dir or self.trainer.record.folder.path)
+
+    def generate_completions(self, sampling: bool = False) -> None:
+        """Print completions of the held-out prompts, a batch with `sampling`, else at most 64, nearly greedy."""
+        if self.eval_dataset is None:
+            return
+        count = min(len(self.eval_dataset), (self.args.per_device_eval_batch_size or 8) if sampling else ROWS)
+        ids = [torch.tensor(self.eval_dataset[row]["input_ids"]) for row in range(count)]
+        texts = self.responses(ids, ROWS, max_new_tokens=self.args.response_length, do_sample=True, temperature=0.01)
+        for pair in zip(ids, texts, strict=True):
+            self.trainer.record.screen.say(" → ".join(self.tokenizer.batch_decode(pair, skip_special_tokens=True)))
+
+    def _choose_adapter(self) -> None:
+        """Train `model_adapter_name`; `ConfigError` unless `ref_adapter_name` begins with the same weights."""
+        own, other = self.args.model_adapter_name, self.args.ref_adapter_name
+        if own is not None:
+            self.model.set_adapter(own)
+        if other is not None:
+            weights, own = dict(self.model.named_parameters()), own or "default"
+            pairs = [(x, weights[n.replace(f".{other}.", f".{own}.")]) for n, x in weights.items() if f".{other}." in n]
+            if not pairs or not all(torch.equal(one, two) for one, two in pairs):
+                raise ConfigError(f"ref_adapter_name {other!r} differs from {own!r}, whose start is the reference here")
+            self.model.delete_adapter(other)
+
+    def _stops(self) -> dict[str, Any]:
+        """Settings of the end of completions."""
+        token, kind = self.args.stop_token_id, self.args.stop_token
+        if kind not in (None, "eos") or (kind and token is not None):
+            raise ConfigError(f"stop_token is {kind!r}; it must be None or 'eos', and without stop_token_id")
+        if token is not None and token != self.tokenizer.eos_token_id:  # an end beside the tokenizer's
+            self.model.generation_config.eos_token_id = token
+        return {"rollout.stop_at_eos": kind == "eos" or token is not None}
+
+    def _critic(self) -> dict[str, Any]:
+        """Settings of the value model: its name, or a folder in which it is saved."""
+        if self.value_model is None:
+            return {"critic.name": None}
+        name = self.value_model.config._name_or_path
+        if not Path(name).is_dir():
+            name = f"{Path(self.args.output_dir)}-value-model"
+            self.value_model.save_pretrained(name)
+            self.tokenizer.save_pretrained(name)
+        return {"critic.name": name}
+
+    def _take_critic(self, value_model: Any) -> None:
+        """Give the critic the weights of the value model as it is, not as it was saved; its score head too."""
+        critic = self.trainer.policy.critic
+        assert critic is not None
+        assert critic.trunk is not None
+        trunk = getattr(value_model, value_model.base_model_prefix).state_dict()
+        own = critic.trunk.state_dict()
+        prefix = "" if own.keys() & trunk.keys() else f"{value_model.base_model_prefix}."
+        critic.trunk.load_state_dict({f"{prefix}{name}": x for name, x in trunk.items()}, strict=False)
+        linear = [module for module in critic.head.modules() if isinstance(module, nn.Linear)][-1]
+        with torch.no_grad():
+            linear.weight.copy_(value_model.score.weight)
+
+
+class SteppingTrainer(PPOTrainer):
+    """The trainer of TRL up to 0.11: the script samples, scores, and calls `step`."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Build the trainer from TRL's arguments; its run ends with `close`, or with the script."""
+        given = bind(OLD, args, kwargs)
+        config, model, dataset = given["config"], given["model"], given["dataset"]
+        if not isinstance(model, AutoModelForCausalLMWithValueHead):
+            raise ConfigError(
+                f"model is a {type(model).__name__}; it must be an AutoModelForCausalLMWithValueHead of tokencredit.trl"
+            )
+        if given["lr_scheduler"] is not None:
+            raise ConfigError("lr_scheduler would train otherwise than config says; leave it out")
+        self.config, self.model, self.ref_model, self.tokenizer = config, model, given["ref_model"], given["tokenizer"]
+        if given["num_shared_layers"] is not None and self.ref_model is None:
+            create_reference_model(model, given["num_shared_layers"])  # freezes the layers
+        settings, lines = settings_of(config, old=True)
+        settings |= {"run.iterations": MANY, "run.save_every": 0} | of_optimizer(given["optimizer"])
+        settings.pop("run.dir", None)  # exp_name, which is no folder
+        lines += [f"{name}: the critic's head starts at 0" for name in model.ignored]
+        if given["training_data_collator"] is not None:
+            lines.append("training_data_collator: updates are padded by a mask")
+        args_here = PPOConfig.from_dict(settings)
+        tokenizer = fitting(self.tokenizer, model.pretrained_model)
+        self.trainer = Trainer(model.pretrained_model, [], args_here, processing_class=tokenizer)
+        self.current_device, self.optimizer = self.trainer.processes.device, self.trainer.learner.optimizer
+        self.take_reference(model.pretrained_model, getattr(self.ref_model, "pretrained_model", self.ref_model))
+        self.dataset, self.dataloader = dataset, None
+        if dataset is not None:
+            self.dataloader = DataLoader(
+                dataset, batch_size=config.batch_size, collate_fn=given["data_collator"], shuffle=True, drop_last=True
+            )
+        self.say(lines)
+        atexit.register(self.close)
+
+    def generate(
+        self,
+        query_tensor: Any,
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Sample a response to a query, or to each of a list, by the model's own `generate` with its arguments.
+
+        `[1, time]` for one query, a list of `[time]` for several; with `generate_ref_response` the reference's too.
+        """
+        queries = query_tensor if isinstance(query_tensor, list) else [query_tensor]
+        for name in ("remove_padding", "pad_to_multiple_of"):  # of no effect here
+            generation_kwargs.pop(name, None)
+        arguments = {"queries": queries, "batch_size": batch_size, "lengths": length_sampler, **generation_kwargs}
+        results = [self.responses(**arguments)]
+        if generate_ref_response:
+            policy, reference = self.trainer.policy, self.trainer.pipeline.reference
+            if reference is None:
+                raise ConfigError("generate_ref_response needs a reference model; set init_kl_coef above 0")
+            with policy.adapter.reference() if reference is policy and policy.adapter else nullcontext():
+                results.append(self.responses(**arguments, model=None if reference is policy else reference.lm))
+        if return_prompt:
+            results = [[torch.cat([q.to(r.device), r]) for q, r in zip(queries, x, strict=True)] for x in results]
+        shaped = [rows if isinstance(query_tensor, list) else rows[0].unsqueeze(0) for rows in results]
+        return tuple(shaped) if generate_ref_response else shaped[0]
+
+    def step(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Any],
+        response_masks: list[Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """Do a PPO iteration on these tokens and scores; returns its statistics under TRL's names."""
+        if response_masks is not None:
+            raise ConfigError("response_masks are not honoured; give responses of the policy's own tokens")
+        began = time.perf_counter()
+        numbers = [float(score) for score in scores]
+        if len(numbers) != self.config.batch_size:
+            raise ConfigError(f"step got {len(numbers)} scores; it must get batch_size, {self.config.batch_size}")
+        metrics = self.trainer.learn(self.trainer.adopt(queries, responses), numbers)
+        if self.trainer.last is None:
+            return metrics  # a batch with numbers that are not finite, which was skipped
+        return statistics(metrics, self.trainer.last, numbers) | {"time/ppo/total": time.perf_counter() - began}
+
+    def log_stats(
+        self, stats: Mapping[str, Any], batch: Mapping[str, Any], rewards: Sequence[Any], columns_to_log: Any = ()
+    ) -> None:
+        """Log the rewards; `step` has logged everything else."""
+        del stats, batch, columns_to_log
+        numbers = torch.tensor([float(reward) for reward in rewards])
+        found = {"env/reward_mean": float(numbers.mean()), "env/reward_std": float(numbers.std())}
+        self.trainer.record.trackers.log(found, len(self.trainer.record.history))
+
+    def close(self) -> Any:
+        """End the run: the policy and the records are then in the run's folder; a script's end does it too."""
+        atexit.unregister(self.close)
+        return None if self.trainer.remaining is None or self.trainer.ended else self.trainer.close()
+
+
+def bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of the arguments, None for those not given; `ConfigError` for others."""
+    named = {name if name in names else RENAMED.get(name, name): value for name, value in kwargs.items()}
+    if unknown := [name for name in named if name not in names]:
+        raise ConfigError(f"PPOTrainer takes no {', '.join(unknown)} here; it takes {', '.join(names)}")
+    return dict.fromkeys(names) | dict(zip(names, args, strict=False)) | named
+
+
+def fitting(tokenizer: Any, model: Any) -> Any:
+    """The tokenizer, without a padding token that a script added beyond the model's vocabulary."""
+    if len(tokenizer) <= model.get_input_embeddings().weight.shape[0]:
+        return tokenizer
+    own = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    own.chat_template = tokenizer.chat_template
+    return own
+
+
+class RewardOfIds:
+    """The score of a reward model at a completion's last token, read with the policy's token ids."""
+
+    def __init__(self, model: Any, tokenizer: Any):
+        """`ConfigError` for a model without a score head."""
+        if not hasattr(model, "score"):
+            raise ConfigError(f"reward_model is a {type(model).__name__} without a score head; give it as a function")
+        self.model, self.pad = model.eval(), tokenizer.pad_token_id
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Any, completions: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]]
+    ) -> list[float]:
+        """One score per completion; a padding token at its end, such as an end-of-sequence token, is not read."""
+        del prompts, completions
+        device, scores = next(self.model.parameters()).device, []
+        trunk = getattr(self.model, self.model.base_model_prefix)
+        texts = [
+            one + (two[:-1] if two[-1] == self.pad and len(two) > 1 else two)
+            for one, two in zip(prompt_ids, completion_ids, strict=True)
+        ]
+        for first in range(0, len(texts), ROWS):
+            part = texts[first : first + ROWS]
+            width = max(map(len, part))
+            tokens = torch.tensor([row + [0] * (width - len(row)) for row in part], device=device)
+            mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in part], device=device)
+            states = trunk(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+            last = states[torch.arange(len(part), device=device), mask.sum(1) - 1]
+            scores += self.model.score(last).squeeze(-1).float().tolist()
+        return scores
+
+
+class Relay:
+    """A callback of ours that adds TRL's names to the metrics and calls TrainerCallbacks."""
+
+    def __init__(self, owner: TrainingTrainer, callbacks: Sequence[Any]):
+        self.owner, self.state, self.control = owner, TrainerState(), TrainerControl()
+        self.callbacks = made = [callback() if isinstance(callback, type) else callback for callback in callbacks]
+        own = {name for name in dir(TrainerCallback) if name.startswith("on_")} - set(CALLED)
+        self.lines = [
+            f"{type(callback).__name__}.{name}: it is not called"
+            for callback in made
+            for name in sorted(own)
+            if getattr(type(callback), name, None) is not getattr(TrainerCallback, name)
+        ]
+
+    def fire(self, event: str, **logs: Any) -> None:
+        """Call a method of all callbacks."""
+        about = {"model": self.owner.model, "processing_class": self.owner.tokenizer, **logs}
+        for callback in self.callbacks:
+            getattr(callback, event)(self.owner.args, self.state, self.control, **about)
+
+    def after_iteration(self, trainer: Trainer, metrics: dict[str, float], samples: list[Any]) -> None:
+        """Add TRL's names, and let the callbacks log."""
+        del samples
+        rows, beta = trainer.rows, metrics.get("kl_coef", 0.0)
+        kl, reward = metrics.get("kl", 0.0), metrics["reward"]
+        named = {"objective/kl": kl, "objective/scores": reward, "objective/non_score_reward": -beta * kl}
+        named |= {"objective/rlhf_reward": reward - beta * kl, "episode": metrics["iteration"] * rows}
+        if "entropy" in metrics:
+            named["objective/entropy"] = metrics["entropy"] * metrics["length"]
+        ours = {
+            "policy/approxkl_avg": "approx_kl_k3",
+            "policy/clipfrac_avg": "clip_fraction",
+            "val/ratio": "ratio_mean",
+        }
+        ours |= {"loss/policy_avg": "policy_loss", "loss/value_avg": "value_loss", "policy/entropy_avg": "entropy"}
+        metrics |= named | {name: metrics[own] for name, own in ours.items() if own in metrics}
+        self.state.global_step = int(metrics["iteration"])
+        self.state.log_history.append(dict(metrics))
+        self.fire("on_step_end")
+        self.fire("on_log", logs=dict(metrics))
+
+
+def of_optimizer(optimizer: Any) -> dict[str, Any]:
+    """Settings of an optimizer of Adam's kind; `ConfigError` for another, or for several groups."""
+    if optimizer is None:
+        return {}
+    groups: list[Any] = list(getattr(optimizer, "param_groups", ()))
+    plain = isinstance(optimizer, torch.optim.AdamW) or type(optimizer) is torch.optim.Adam
+    if not plain or len(groups) != 1 or groups[0]["betas"] != (0.9, 0.999):
+        raise ConfigError(f"optimizer is {type(optimizer).__name__}; Adam or AdamW with one group is honoured")
+    if groups[0]["weight_decay"] and not isinstance(optimizer, torch.optim.AdamW):
+        raise ConfigError("optimizer is Adam with weight_decay; only AdamW's is honoured")
+    rate, decay = groups[0]["lr"], groups[0]["weight_decay"]
+    return {"optim.lr": rate, "critic.lr": rate, "optim.weight_decay": decay, "optim.eps": groups[0]["eps"]}
+
+
+def statistics(metrics: Mapping[str, float], batch: Any, scores: Sequence[float]) -> dict[str, Any]:
+    """Statistics of a step by TRL's names, from the metrics and the batch with its credit."""
+    rollout, mask = batch.rollout, batch.rollout.mask
+    reference = batch.reference.logprobs
+    kls = torch.zeros_like(rollout.logprobs) if reference is None else (rollout.logprobs - reference) * mask
+    beta, returns, acted = metrics["kl_coef"], batch.returns[mask], rollout.values[mask]
+    error = float(((acted - returns) ** 2).mean())
+    variance = float(returns.var())
+    means = {"returns/mean": returns, "val/vpred": acted, "val/mean": acted}
+    means |= {"policy/advantages_mean": batch.advantages[mask], "mean_non_score_reward": -beta * kls[mask]}
+    named = {f"ppo/{name}": float(x.mean()) for name, x in means.items()}
+    named |= {"ppo/returns/var": variance, "ppo/val/var": float(acted.var()), "ppo/val/error": error}
+    named |= {"ppo/val/var_explained": 1 - error / variance if variance else math.nan}
+    named |= {"ppo/mean_scores": sum(scores) / len(scores), "ppo/std_scores": float(torch.tensor(scores).std())}
+    named |= {"objective/kl": float(kls.sum(1).mean()), "objective/kl_coef": beta}
+    named |= {"objective/entropy": float((-rollout.logprobs * mask).sum(1).mean())}
+    arrays = {"kl_dist": kls.sum(1), "logprobs": rollout.logprobs, "ref_logprobs": reference}
+    named |= {f"objective/{name}": x.cpu().numpy() for name, x in arrays.items() if x is not None}
+    for name, lengths in (("queries", rollout.prompt_mask.sum(1)), ("responses", mask.sum(1))):
+        named[f"tokens/{name}_len_mean"] = float(lengths.float().mean())
+        named[f"tokens/{name}_len_std"] = float(lengths.float().std())
+        named[f"tokens/{name}_dist"] = lengths.float().cpu().numpy()
+    ours = {"ppo/loss/policy": "policy_loss", "ppo/loss/value": "value_loss", "ppo/loss/total": "loss"}
+    ours |= {"ppo/policy/entropy": "entropy", "ppo/policy/approxkl": "approx_kl_k3", "ppo/learning_rate": "lr"}
+    ours |= {"ppo/policy/policykl": "approx_kl_k1", "ppo/policy/clipfrac": "clip_fraction"}
+    ours |= {"ppo/policy/ratio": "ratio_mean", "ppo/val/clipfrac": "value_clip_fraction"}
+    return named | {name: metrics[own] for name, own in ours.items() if own in metrics}

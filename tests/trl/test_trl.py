@@ -1,0 +1,225 @@
+"""Scripts for TRL with one line changed: their imports are from tokencredit.trl."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    HfArgumentParser,
+    TrainerCallback,
+)
+
+from helpers.files import read_metrics
+from tokencredit.errors import ConfigError
+from tokencredit.text.models.model_loading import resolve
+from tokencredit.trl import (
+    AutoModelForCausalLMWithValueHead,
+    LengthSampler,
+    PPOConfig,
+    PPOTrainer,
+    create_reference_model,
+    respond_to_batch,
+)
+from tokencredit.trl.config import settings_of
+
+TEXTS = ["This movie was", "The actors", "Honestly", "I"] * 2
+POLICY = resolve("builtin:reviews", "policy")
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def stepping(tokenizer, model=None, **settings):
+    """A trainer of TRL up to 0.11 over eight prompts, as its sentiment notebook makes it."""
+    rows = [{"input_ids": torch.tensor(tokenizer(text)["input_ids"]), "query": text} for text in TEXTS]
+    config = PPOConfig(**{"batch_size": 4, "mini_batch_size": 2, "learning_rate": 1e-3} | settings)
+    model = model or AutoModelForCausalLMWithValueHead.from_pretrained(POLICY)
+    collate = lambda data: {key: [row[key] for row in data] for key in data[0]}  # noqa: E731
+    return PPOTrainer(config, model, None, tokenizer, dataset=rows, data_collator=collate)
+
+
+def epoch(trainer):
+    """One pass over the prompts, with a reward for short responses; the statistics of its steps."""
+    lengths, found = LengthSampler(3, 6), []
+    for batch in trainer.dataloader:
+        queries = batch["input_ids"]
+        responses = trainer.generate(queries, return_prompt=False, length_sampler=lengths, do_sample=True, top_k=0.0)
+        batch["response"] = trainer.tokenizer.batch_decode(responses)
+        scores = [torch.tensor(-len(text) / 100) for text in batch["response"]]
+        found.append(trainer.step(queries, responses, scores))
+        trainer.log_stats(found[-1], batch, scores)
+    return found
+
+
+def test_the_loop_of_0_11_runs_with_its_statistics_and_saves(here, tokenizer):
+    trainer = stepping(tokenizer)
+    first, second = epoch(trainer)
+    assert abs(first["objective/kl"]) < 1e-4
+    assert first["objective/kl_coef"] == 0.2
+    assert first["ppo/mean_scores"] < 0
+    assert {"ppo/loss/total", "ppo/policy/clipfrac", "ppo/val/vpred", "objective/logprobs"} <= second.keys()
+    assert trainer.accelerator.device == trainer.current_device
+    one = trainer.generate(torch.tensor(tokenizer("The film")["input_ids"]), max_new_tokens=3, do_sample=True)
+    assert one.shape[0] == 1
+    both = trainer.generate([one[0]], generate_ref_response=True, return_prompt=False, max_new_tokens=2)
+    assert [len(rows) for rows in both] == [1, 1]
+    assert respond_to_batch(trainer.model, one, txt_len=4).shape == (1, 4)
+    trainer.save_pretrained("saved")
+    AutoModelForCausalLM.from_pretrained("saved")
+    summary = trainer.close()
+    assert summary["stopped_by"] == "close()"
+    (folder,) = (here / "runs").iterdir()
+    assert [row["iteration"] for row in read_metrics(folder)] == [1, 2]
+
+
+def test_an_adapter_scores_and_another_is_trained(here, tokenizer):
+    base = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)
+    get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, fan_in_fan_out=True)).save_pretrained("reward")
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(
+        POLICY, peft_config=LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True), reward_adapter="reward"
+    )
+    trainer = stepping(tokenizer, model)
+    trained = {name for name, x in model.named_parameters() if x.requires_grad}
+    scores = model.compute_reward_score(torch.tensor([tokenizer("A text")["input_ids"]]))
+    assert scores.shape[::2] == (1, 1)
+    assert {name for name, x in model.named_parameters() if x.requires_grad} == trained
+    assert all("reward" not in name for name in trained)
+    epoch(trainer)
+    trainer.save_pretrained("saved")
+    assert json.loads((here / "saved" / "adapter_config.json").read_text())["r"] == 2
+    trainer.close()
+
+
+class Log(TrainerCallback):
+    def __init__(self):
+        self.events, self.logs = [], []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.events.append("begin")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(logs)
+
+    def on_save(self, args, state, control, **kwargs):
+        self.events.append("save")
+
+
+def training(tokenizer, folder, **arguments):
+    """A trainer of TRL 1.9, as its summarization example makes it."""
+    torch.manual_seed(0)
+    load = lambda: AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)  # noqa: E731
+    settings = {"output_dir": str(folder), "per_device_train_batch_size": 4, "total_episodes": 8, "report_to": "none"}
+    settings |= {"response_length": 6, "num_ppo_epochs": 2, "stop_token": "eos", "learning_rate": 1e-3}
+    rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
+    model, value = AutoModelForCausalLM.from_pretrained(POLICY), load()
+    given = {"args": PPOConfig(**settings), "processing_class": tokenizer, "model": model, "ref_model": None}
+    given |= {"reward_model": load(), "value_model": value, "train_dataset": rows, "eval_dataset": rows[:2]}
+    return PPOTrainer(**given | arguments)
+
+
+def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer, capsys):
+    log = Log()
+    with pytest.warns(UserWarning, match=r"these are not honoured: .*Log.on_save: it is not called"):
+        trainer = training(tokenizer, here / "out", callbacks=[log])
+    value = trainer.value_model
+    assert trainer.trainer.policy.critic.trunk.state_dict()["wte.weight"].equal(value.transformer.wte.weight)
+    trainer.train()
+    assert log.events == ["begin"]
+    assert [row["episode"] for row in log.logs] == [4, 8]
+    assert {"objective/kl", "objective/scores", "policy/clipfrac_avg", "loss/value_avg"} <= log.logs[0].keys()
+    assert len(read_metrics(here / "out")) == 2
+    trainer.save_model(str(here / "out"))
+    AutoModelForCausalLM.from_pretrained(here / "out")
+    trainer.generate_completions()
+    assert "This movie was → " in capsys.readouterr().out
+
+
+def test_a_padding_token_beyond_the_vocabulary_does_not_matter(here, tokenizer):
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    trainer = training(tokenizer, here / "out", value_model=None)
+    assert trainer.trainer.tokenizer.pad_token != "[PAD]"
+    trainer.train()
+
+
+def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, tokenizer):
+    trainer = training(tokenizer, here / "out", peft_config=LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True))
+    reward = trainer.trainer.pipeline.terms[0].function
+    ids, end = tokenizer("The film is great")["input_ids"], tokenizer.eos_token_id
+    with torch.no_grad():
+        states = reward.model.transformer(torch.tensor([ids])).last_hidden_state
+        expected = float(reward.model.score(states[0, -1]))
+    assert reward(None, None, [ids[:2], ids[:2]], [ids[2:], [*ids[2:], end]]) == pytest.approx([expected] * 2, abs=1e-5)
+
+
+def test_defaults_are_trls_of_the_version_whose_names_are_set():
+    new, old = PPOConfig(output_dir="out"), PPOConfig(model_name="gpt2", log_with="wandb")
+    assert (new.response_length, new.learning_rate, new.seed, new.kl_coef, new.lam) == (53, 3e-6, 42, 0.05, 0.95)
+    assert (old.batch_size, old.learning_rate, old.seed, old.target, old.ppo_epochs) == (128, 1.41e-5, 0, 6.0, 4)
+    settings, _ = settings_of(new, old=False, rows=64)
+    assert settings["rollout.max_new_tokens"] == 53
+    assert settings["run.iterations"] == 24  # 3 epochs of 64 rows in batches of 8
+    assert settings["rollout.temperature"] == 0.7
+    assert (settings["ppo.minibatches"], settings["critic.coef"], settings["optim.lr"]) == (1, 0.1, 3e-6)
+    settings, _ = settings_of(old, old=True)
+    assert (settings["kl.coef"], settings["kl.target"], settings["critic.lr"]) == (0.2, 6.0, 1.41e-5)
+    assert settings["optim.schedule"] == "constant"
+
+
+def test_the_flags_of_trls_scripts_are_parsed():
+    flags = ["--output_dir", "out", "--total_episodes", "100", "--stop_token", "eos", "--learning_rate", "1e-5"]
+    (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses([*flags, "--whiten_rewards", "--bf16", "False"])
+    assert (args.total_episodes, args.stop_token, args.learning_rate, args.bf16) == (100, "eos", 1e-5, False)
+    assert args.to_dict().keys() == {
+        "output_dir",
+        "total_episodes",
+        "stop_token",
+        "learning_rate",
+        "bf16",
+        "whiten_rewards",
+    }
+    assert args.eval_strategy == "no"
+
+
+def test_what_would_train_something_else_is_refused(here, tokenizer):
+    with pytest.raises(ConfigError, match=r"adam_beta1"):
+        settings_of(PPOConfig(output_dir="out", adam_beta1=0.5), old=False, rows=8)
+    with pytest.raises(ConfigError, match="polynomial is not among"):
+        settings_of(PPOConfig(output_dir="out", lr_scheduler_type="polynomial"), old=False, rows=8)
+    with pytest.raises(ConfigError, match="optimizers would train otherwise"):
+        training(tokenizer, here / "out", optimizers=(torch.optim.SGD([torch.zeros(1)], lr=1), None))
+    with pytest.raises(ConfigError, match="takes no rewards here"):
+        training(tokenizer, here / "out", rewards=1)
+    with pytest.raises(ConfigError, match="must be an AutoModelForCausalLMWithValueHead"):
+        stepping(tokenizer, AutoModelForCausalLM.from_pretrained(POLICY))
+
+
+def test_shared_layers_are_frozen_in_both(tokenizer):
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(POLICY)
+    reference = create_reference_model(model, num_shared_layers=1)
+    trained = {name for name, x in model.named_parameters() if x.requires_grad}
+    assert trained
+    assert not any(".h.0." in name or "wte" in name for name in trained)
+    assert not any(x.requires_grad for x in reference.parameters())
+
+
+def test_other_names_come_from_an_installed_trl():
+    trl = pytest.importorskip("trl")
+    from tokencredit.trl import ScriptArguments
+
+    assert ScriptArguments is trl.ScriptArguments
+    with pytest.raises(ImportError):
+        from tokencredit.trl import NothingOfTheKind  # noqa: F401
