@@ -96,7 +96,7 @@ def test_a_value_that_is_only_spelt_alike_is_not_suggested(value, capsys):
         ("dir: x\nvariants: {a: {advantage.unit: turn}}\n", "it is a sweep's; train its runs with: tokencredit sweep"),
         (
             "model_name_or_path: x\nreward_model: y\nstage: ppo\n",
-            "unknown key model_name_or_path; here it is model.name",
+            "it is another project's; make one of it with: tokencredit migrate ",
         ),
         ("algorithm: {adv_estimator: gae}\n", "unknown key algorithm.adv_estimator; here it is advantage.estimator"),
         ("reward_model: {center: 0.1}\n", "it is a configuration of tokencredit reward-model"),
