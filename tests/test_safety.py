@@ -175,8 +175,7 @@ def test_a_model_card_escapes_texts_of_others():
     args = PPOConfig(model=ModelConfig(name=HOSTILE), prompts=PromptsConfig(text=HOSTILE))
     text = model_card(args, ["length", HOSTILE], {"iterations": 1, "stopped_by": "iterations", "reward_last": 1.0})
     card = ModelCard(text)
-    assert card.data.base_model == HOSTILE
-    assert card.data.to_dict().keys() == {"library_name", "tags", "base_model"}
+    assert card.data.to_dict().keys() == {"library_name", "tags", "pipeline_tag"}, "no path is a base model on the hub"
     page = MarkdownIt("commonmark").render(card.text)
     assert page.count("<img") == page.count("<script") == page.count("<a ") == page.count("<hr") == 0
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") == 3

@@ -64,6 +64,10 @@ class ScaledHead(AdaptiveHead, nn.Sequential):
         mean = self.support[1]
         return mean - mean.clamp(-1, 1)
 
+    def keep_values(self) -> None:
+        """Make the first returns keep the values, too, of layers that have learned elsewhere."""
+        self.support[0] = 1e-6
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Values `[..., 1]` of states."""
         values: Tensor = super().forward(hidden) * self.scale() + self.center()  # type: ignore[no-untyped-call]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -12,12 +15,37 @@ from tokencredit.runs.summary import averaged
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.text import PPOConfig
 
+AUDITED = {
+    "correlation": "correlation of the shown advantages with the true ones",
+    "trust": "true-credit score: share of their variance that is real",
+    "explained_variance": "share of the true values' variance that the values explain",
+}
+"""Figures of an audit on the card, and their meanings."""
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""Names of models that the hub accepts as `base_model`; it refuses a card with a path."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The model that a card describes."""
+
+    name: str = "MODEL"
+    """The repository or folder to load it from."""
+    base: str = ""
+    """The model that training started from; below an adapter, the model that it is loaded with."""
+    adapter: bool = False
+    """It is a PEFT adapter."""
+
 
 def model_card(
     args: PPOConfig,
     terms: Sequence[str],
     summary: Mapping[str, Any],
     environment: str | None = None,
+    *,
+    saved: Saved = Saved(),
+    evaluation: Mapping[str, float] = MappingProxyType({}),
+    audit: Mapping[str, float] = MappingProxyType({}),
 ) -> str:
     """The README of a model repository: what was trained, on which prompts or environment and reward, and the results.
 
@@ -26,10 +54,16 @@ def model_card(
         terms: names of the reward terms.
         summary: of the run.
         environment: name of the environment of episodes of several turns.
+        saved: the model.
+        evaluation: metrics of the last evaluation on held-out prompts.
+        audit: metrics of an audit at the end.
     """
-    header: dict[str, Any] = {"library_name": "transformers", "tags": ["tokencredit", "ppo", "reinforcement-learning"]}
-    if not args.model.name.startswith("builtin:"):
-        header["base_model"] = args.model.name
+    tags = ["tokencredit", "ppo", "reinforcement-learning"]
+    header: dict[str, Any] = {"library_name": "peft" if saved.adapter else "transformers", "tags": tags}
+    header["pipeline_tag"] = "text-generation"
+    base = saved.base or args.model.name
+    if HUB_ID.fullmatch(base) and not Path(base).exists():
+        header["base_model"] = base
     python = {key: [part] if isinstance(part, str) else list(part) for key, part in args.python.items()}
     terms = python.pop("reward_funcs", terms)
     own = None if environment or "train_dataset" in python else str(args.prompts.texts())
@@ -38,8 +72,8 @@ def model_card(
     if environment:
         source += f"- environment: {code(environment)}, at most {args.env.max_turns} turns\n"
     source += "".join(f"- {key} from Python: {', '.join(map(code, parts))}\n" for key, parts in python.items())
-    figures = {name: value for name, value in summary.items() if isinstance(value, float)}
-    rows = "\n".join(f"| {name} | {value:.4g} |" for name, value in figures.items())
+    needs = "  # needs peft, and the base model" if saved.adapter else ""
+    version = str((summary.get("environment") or {}).get("versions", {}).get("tokencredit", ""))
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
         f"# {code(args.model.name)}, trained with PPO\n\n"
@@ -48,22 +82,52 @@ def model_card(
         f"{source}"
         f"- reward: {', '.join(map(code, terms))}\n"
         f"- KL coefficient: {args.kl.coef:g}, kl.place {args.kl.place}\n"
+        f"- sampling: temperature {args.rollout.temperature:g}, up to {args.rollout.max_new_tokens} tokens\n"
         f"- ended by: {summary['stopped_by']}\n\n"
-        f"| result | |\n|---|---|\n{rows}\n\n"
-        "`reward_first` is the mean reward of the starting model, `reward_last` that at the end "
-        f"({averaged(summary['iterations'])})"
-        + (
-            "; `kl_last` is the divergence from the starting model over the same iterations, in nats per completion"
-            if "kl_last" in figures
-            else ""
-        )
-        + (
-            "; `attainable_last` is the estimated share of what the reward allows at this KL price"
-            if "attainable_last" in figures
-            else ""
-        )
-        + ".\n"
+        "```python\nfrom transformers import pipeline\n\n"
+        f'generate = pipeline("text-generation", model={visible(saved.name)!r}){needs}\n'
+        f'print(generate("Your prompt", max_new_tokens={args.rollout.max_new_tokens}, do_sample=True, '
+        f'temperature={args.rollout.temperature:g}, top_k=0)[0]["generated_text"])\n```\n\n'
+        f"{results(args, summary, evaluation, audit)}\n"
+        "## Cite\n\n" + "\n".join(bibtex(version)) + "\n"
     )
+
+
+def results(
+    args: PPOConfig, summary: Mapping[str, Any], evaluation: Mapping[str, float], audit: Mapping[str, float]
+) -> str:
+    """A table of a run's figures, with intervals where they are known, and their meanings."""
+    figures = {name: value for name, value in summary.items() if isinstance(value, float)}
+    meanings = {
+        "reward_first": "mean reward of the starting model",
+        "reward_last": f"that at the end ({averaged(summary['iterations'])})",
+        "kl_last": "divergence from the starting model over the same iterations, in nats per completion",
+        "attainable_last": "estimated share of what the reward allows at this KL price",
+    }
+    count = f"{args.eval.samples * args.eval.best_of} completions of held-out prompts"
+    rows = [(name, f"{value:.4g}", meanings.get(name, "")) for name, value in figures.items()]
+    rows += [(name, f"{value:.4g}", count) for name, value in evaluation.items()]
+    for name, meaning in AUDITED.items():
+        value, low, high = (audit.get(f"audit/{name}{end}") for end in ("", "_low", "_high"))
+        bounds = [f"{name} {x:.2f}" for name, x in (("from", low), ("to", high)) if x is not None]
+        interval = f" ({' '.join(bounds)})" if bounds else ""
+        if value is not None:
+            rows.append((f"audit/{name}", f"{value:.3g}{interval}", f"{meaning}; intervals of 95 %"))
+    return "| result | | |\n|---|---|---|\n" + "".join(f"| {a} | {b} | {c} |\n" for a, b, c in rows)
+
+
+def bibtex(version: str) -> list[str]:
+    """The software's entry."""
+    return [
+        "```bibtex",
+        "@software{tokencredit,",
+        "  author  = {{The Tokencredit authors}},",
+        "  title   = {Tokencredit: {PPO} for language models with the credit of every token in view},",
+        f"  version = {{{version}}},",
+        "  license = {Apache-2.0},",
+        "}",
+        "```",
+    ]
 
 
 def code(text: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tokencredit.provenance.parts import label
-from tokencredit.report.card import code
+from tokencredit.report.card import bibtex, code
 from tokencredit.report.comparison.stats import MISSING, SEED, RunGroup, group_runs, texts, values, without_seed
 from tokencredit.report.reading import Run
 from tokencredit.settings.run_kind import PARTS, RunKind, run_kind_of
@@ -60,20 +60,6 @@ def values_of(group: RunGroup, key: str) -> list[str]:
 def cell(found: Sequence[str]) -> str:
     """Values as code in a cell of a table."""
     return ", ".join(code(text.replace("|", "\\|")) for text in found)
-
-
-def bibtex(version: str) -> list[str]:
-    """The software's entry."""
-    return [
-        "```bibtex",
-        "@software{tokencredit,",
-        "  author  = {{The Tokencredit authors}},",
-        "  title   = {Tokencredit: {PPO} for language models with the credit of every token in view},",
-        f"  version = {{{version}}},",
-        "  license = {Apache-2.0},",
-        "}",
-        "```",
-    ]
 
 
 def of(found: Mapping[str, Any], *keys: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, NotInstalled, quoted
 from tokencredit.learn.state import trainable
-from tokencredit.report.card import model_card
+from tokencredit.report.card import Saved, model_card
+from tokencredit.runs.folder import AUDIT
+from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count, shortened
 from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
@@ -29,6 +32,7 @@ from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
 from tokencredit.text.engines.engine import Engine
 from tokencredit.text.models.model_loading import max_prompt_length, upload
+from tokencredit.text.models.peft_models import ADAPTER_CONFIG
 from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
@@ -297,11 +301,26 @@ def build_pipeline(
     )
 
 
-def write_card(folder: Path, args: PPOConfig, pipeline: Pipeline, summary: Summary) -> None:
-    """Write a policy's model card."""
-    environment = None if pipeline.player is None else pipeline.player.environments.name
-    card = model_card(args, [term.name for term in pipeline.terms], summary, environment)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: Summary) -> None:
+    """Write the model card of a run's policy, with its last evaluation and its audit."""
+    if not record.main:
+        return
+    run = record.folder.path
+    folder, audit = run / record.run_kind.saved, run / AUDIT
+    adapter = folder / ADAPTER_CONFIG
+    base = read_object(adapter, adapter.read_bytes())["base_model_name_or_path"] if adapter.is_file() else ""
+    evaluations = [row for row in record.history if math.isfinite(row.get("eval/reward") or math.nan)]
+    last = evaluations[-1] if evaluations else {}
+    card = model_card(
+        args,
+        [term.name for term in pipeline.terms],
+        summary,
+        None if pipeline.player is None else pipeline.player.environments.name,
+        saved=Saved(args.run.push_to_hub or str(folder), str(base), adapter.is_file()),
+        evaluation={name: x for name, x in last.items() if name.startswith("eval/") and x is not None},
+        audit=read_object(audit, audit.read_bytes())["metrics"] if audit.is_file() else {},
+    )
+    record.folder.write(f"{folder.name}/README.md", card)
 
 
 def upload_policy(args: RunConfig, record: RunRecord, stopped_by: str) -> None:

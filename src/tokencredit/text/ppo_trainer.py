@@ -331,7 +331,7 @@ class PPOTrainer(LoopByHand):
         if self.processes.first(metrics["eval/reward"] > self.record.best and self.record.folder.path.is_dir()):
             with self.record.replaced(*self._folders("best"), in_all=self.sharded) as folders:
                 if folders is not None:
-                    self._save_policy(*folders)
+                    self._save(folders[0], None, *folders[1:])
         return metrics
 
     def state(self) -> tuple[State, State]:
@@ -388,6 +388,7 @@ class PPOTrainer(LoopByHand):
         """Write policy, summary, audit and report, upload the policy of a run at its end, and return the summary."""
         summary = self.record.end(stopped_by, self._save, *self._folders("policy")[1:], in_all=self.sharded)
         self.auditor.at_end(summary, self.stages, self.record, self.tokenizer)
+        setup.write_card(self.args, self.pipeline, self.record, summary)
         write_final_report(self.record)
         self.record.next_steps(setup.next_steps(self.args))
         setup.upload_policy(self.args.run, self.record, stopped_by)
@@ -397,12 +398,7 @@ class PPOTrainer(LoopByHand):
         """Names of the policy's folder and, if there is a critic, of the critic's."""
         return [policy] if self.policy.critic is None else [policy, critic_folder(policy)]
 
-    def _save_policy(self, folder: Path, beside: Path | None = None) -> None:
+    def _save(self, folder: Path, _: Summary | None = None, beside: Path | None = None) -> None:
         save_policy(folder, self.policy, self.tokenizer, beside, writes=self.processes.main)
         if self.pipeline.prefix_every and beside is not None and self.processes.main:
             save_fit(beside, self.credit.prefixes, self.pipeline.prefix_every)
-
-    def _save(self, folder: Path, summary: Summary, beside: Path | None = None) -> None:
-        self._save_policy(folder, beside)
-        if self.processes.main:
-            setup.write_card(folder, self.args, self.pipeline, summary)

@@ -1,6 +1,5 @@
 import json
 import math
-import re
 import shutil
 import warnings
 
@@ -313,34 +312,61 @@ def with_head(folder, model_folders, heads, file="model.safetensors"):
     return folder
 
 
-def test_a_language_model_with_a_value_head_is_named_and_its_cure_works(tmp_path, model_folders):
-    weight = torch.randn(1, AutoConfig.from_pretrained(model_folders["gpt2"]).n_embd)
-    bias = torch.zeros(1)
-    for name, heads, file in (
-        ("trl", {"v_head.summary.weight": weight, "v_head.summary.bias": bias}, "model.safetensors"),
-        ("other", {"value_head.weight": weight}, "model.safetensors"),
-        ("llamafactory", {"v_head.summary.weight": weight, "v_head.summary.bias": bias}, "value_head.safetensors"),
+@pytest.fixture(scope="module")
+def value_head(model_folders):
+    """TRL's value head for GPT-2: a weight and a bias."""
+    return torch.randn(1, AutoConfig.from_pretrained(model_folders["gpt2"]).n_embd), torch.tensor([0.5])
+
+
+@pytest.mark.parametrize(
+    ("file", "layer"),
+    [("model", "v_head.summary"), ("value_head", "v_head.summary"), ("model", "value_head")],
+    ids=["TRL", "LLaMA-Factory", "without a bias"],
+)
+def test_a_language_models_value_head_at_the_last_token_is_its_score(file, layer, tmp_path, model_folders, value_head):
+    weight, bias = value_head
+    heads = {f"{layer}.weight": weight} | ({f"{layer}.bias": bias} if layer == "v_head.summary" else {})
+    folder = with_head(tmp_path / "model", model_folders, heads, f"{file}.safetensors")
+    (term,) = build_terms([RewardModelTerm(reward_model=str(folder))], "cpu")
+    model, tokenizer = load(str(folder), "cpu")
+    ids = torch.tensor([tokenizer(PROMPTS[0] + COMPLETIONS[0] + tokenizer.eos_token)["input_ids"]])
+    expected = (model.transformer(ids).last_hidden_state[0, -1] @ weight[0]).item() + 0.5 * (len(heads) - 1)
+    assert term.function(PROMPTS[:1], COMPLETIONS[:1]) == pytest.approx([expected], abs=1e-4)
+    with pytest.raises(ConfigError, match="has one output and no labels to choose from; set it as reward_model"):
+        build_terms([ClassifierTerm(classifier=str(folder), label="A")], "cpu")
+
+
+def test_adapters_are_reward_models_with_a_value_head_beside_them_or_a_score_head_in_them(
+    tmp_path, model_folders, value_head
+):
+    peft = pytest.importorskip("peft")
+    weight, bias = value_head
+    ids, scores = torch.tensor([[5, 6, 7]]), {}
+    for name, auto, task in (
+        ("llamafactory", AutoModelForCausalLM, "CAUSAL_LM"),
+        ("classifier", AutoModelForSequenceClassification, "SEQ_CLS"),
     ):
-        folder = with_head(tmp_path / name, model_folders, heads, file)
-        named = next(iter(heads)) if file == "model.safetensors" else file
-        for term in (RewardModelTerm(reward_model=str(folder)), ClassifierTerm(classifier=str(folder), label="A")):
-            with pytest.raises(
-                ConfigError,
-                match=rf"is a causal language model with a value head \(.*{re.escape(named)}\), not a sequence "
-                r'classifier; .* save its weight as score\.weight .* "num_labels": 1 in config\.json',
-            ):
-                build_terms([term], "cpu")
-        # The two steps that the message names.
-        cured = with_head(tmp_path / f"{name}-cured", model_folders, {"score.weight": weight})
-        config = json.loads((cured / "config.json").read_text())
-        with pytest.raises(ConfigError, match=r'is score\.weight .* config\.json has 2 labels; set "num_labels": 1'):
-            load(str(cured), "cpu")
-        (cured / "config.json").write_text(json.dumps(config | {"num_labels": 1}))
-        (term,) = build_terms([RewardModelTerm(reward_model=str(cured))], "cpu")
-        model, tokenizer = load(str(cured), "cpu")
-        ids = torch.tensor([tokenizer(PROMPTS[0] + COMPLETIONS[0] + tokenizer.eos_token)["input_ids"]])
-        expected = (model.transformer(ids).last_hidden_state[0, -1] @ weight[0]).item()
-        assert term.function(PROMPTS[:1], COMPLETIONS[:1]) == pytest.approx([expected], abs=1e-4)
+        options = {"num_labels": 1} if task == "SEQ_CLS" else {}
+        base = auto.from_pretrained(model_folders["gpt2"], **options)
+        config = peft.LoraConfig(
+            r=2, target_modules=["c_attn"], task_type=task, init_lora_weights=False, fan_in_fan_out=True
+        )
+        model = peft.get_peft_model(base, config).eval()
+        model.save_pretrained(tmp_path / name)
+        base.config.pad_token_id = 0
+        if task == "SEQ_CLS":
+            scores[name] = model(ids).logits[0, 0].item()
+        else:
+            states = model(ids, output_hidden_states=True).hidden_states[-1]
+            scores[name] = (states[0, -1] @ weight[0] + bias).item()
+    with pytest.raises(ConfigError, match=r"is not a sequence classifier: its weights lack score\.weight"):
+        load(str(tmp_path / "llamafactory"), "cpu")
+    heads = {"v_head.summary.weight": weight, "v_head.summary.bias": bias}
+    save_file(heads, tmp_path / "llamafactory" / "value_head.safetensors")
+    for name, expected in scores.items():
+        model, _ = load(str(tmp_path / name), "cpu")
+        model.config.pad_token_id = 0
+        assert model(ids).logits[0].tolist() == pytest.approx([expected], abs=1e-4)
 
 
 @pytest.mark.parametrize("labels", [1, 2])

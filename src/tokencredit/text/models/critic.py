@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from tokencredit.learn.value_heads import HistogramHead, ScaledHead
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of, width
+from tokencredit.text.models.foreign_weights import find_head, head_layer
 from tokencredit.text.models.model_loading import (
     as_config_error,
     check_same_ids,
@@ -175,16 +177,15 @@ def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:
 
 
 class SavedCritic(NamedTuple):
-    """A critic that a run saved."""
+    """A critic that a run saved, or the value or score head of another library's model."""
 
     folder: Path
     trunk: Path | None
-    """Its folder if it has a trunk of its own."""
-
-    @property
-    def head(self) -> Path:
-        """The file of its head."""
-        return self.folder / HEAD_FILE
+    """Its folder if it has a trunk of its own; another library's head reads the trunk that its folder stands for."""
+    head: Path
+    """The file of its head."""
+    layer: str | None
+    """The name of another library's head there."""
 
 
 def critic_folder(policy: str) -> str:
@@ -193,15 +194,22 @@ def critic_folder(policy: str) -> str:
 
 
 def saved_critic(name: str) -> SavedCritic | None:
-    """The critic saved in a run's folder, in a critic's, or beside a policy's folder; None if there is none."""
+    """The critic saved in a run's folder, in a critic's or beside a policy's, or a model's own head; None for none.
+
+    Raises:
+        ConfigError: a model's head is in a pickle.
+    """
     path = Path(name).expanduser()
     if not name or not path.is_dir():
         return None
     places = (path, path / critic_folder("policy"), path.parent / critic_folder(path.name))
     folder = next((place for place in places if (place / HEAD_FILE).is_file()), None)
     if folder is None:
-        return None
-    return SavedCritic(folder, folder if (folder / "config.json").is_file() else None)
+        found = find_head(path)
+        return None if found is None else SavedCritic(path, None, *found)
+    layer = head_layer(folder / HEAD_FILE)
+    trunk = folder if layer is None and (folder / "config.json").is_file() else None
+    return SavedCritic(folder, trunk, folder / HEAD_FILE, layer)
 
 
 def saved_start(args: CriticConfig, model: ModelConfig) -> SavedCritic | None:
@@ -231,6 +239,8 @@ def build_critic(
     if saved is None or args.init != "saved":
         return critic, []
     weights, about = load_head(saved)
+    if saved.layer is not None:
+        return critic, [begin_with(critic, args, saved, weights)]
     kind_changed = saved.trunk is not None and trunk is None
     newly_cut = saved.trunk is None and trunk is not None and args.layers is not None
     shapes, own = ({key: x.shape for key, x in state.items()} for state in (weights, head.state_dict()))
@@ -241,6 +251,38 @@ def build_critic(
     return critic, [f"the critic continues from the one saved in {saved.folder}"]
 
 
+def begin_with(critic: Critic, args: CriticConfig, saved: SavedCritic, weights: Mapping[str, Tensor]) -> str:
+    """Start a critic with the values of another library's head, of one linear layer; returns a note.
+
+    An mlp computes the same values with two of its units, since GELU(x) − GELU(−x) = x.
+    """
+    weight, head = weights[f"{saved.layer}.weight"].float(), critic.head
+    what = f"{saved.layer}.weight {list(weight.shape)} of {saved.head}"
+    size = next(layer for layer in head.modules() if isinstance(layer, nn.Linear)).in_features
+    obstacles = {
+        "it has several outputs, and a value is one": weight.shape[0] != 1,
+        f"the states here are of width {size}": weight.shape[-1] != size,
+        "critic.loss is histogram": not isinstance(head, ScaledHead),
+        f"critic.layers is {args.layers}, and it reads all": args.layers is not None,
+        "the values are those of the reward's prefix scores, which need critic.prefix_every: 0": FITTED in critic.about,
+    }
+    if reasons := [reason for reason, holds in obstacles.items() if holds]:
+        return f"{what} is not taken as value head: {'; '.join(reasons)}; starting a new one"
+    assert isinstance(head, ScaledHead)
+    first, last = head[0], head[-1]
+    assert isinstance(first, nn.Linear)
+    assert isinstance(last, nn.Linear)
+    with torch.no_grad():
+        if first is last:
+            first.weight.copy_(weight)
+        else:
+            first.weight[:2], first.bias[:2] = torch.cat([weight, -weight]), 0.0
+            last.weight.zero_()[0, :2] = torch.tensor([1.0, -1.0])
+        last.bias.copy_(weights.get(f"{saved.layer}.bias", torch.zeros(1)))
+    head.keep_values()
+    return f"the critic begins with the values of {what}"
+
+
 def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Weights of a saved critic's head, and its `about`.
 
@@ -249,7 +291,8 @@ def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     try:
         with safe_open(saved.head, framework="pt") as file:
-            weights = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            of_head = f"{saved.layer}." if saved.layer else ""
+            weights = {key: file.get_tensor(key) for key in file.keys() if key.startswith(of_head)}  # noqa: SIM118
             about = file.metadata() or {}
             return weights, {name: about[name] for name in (LAYERS, FITTED) if name in about}
     except (OSError, SafetensorError) as error:

@@ -29,6 +29,7 @@ from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.run_kind import is_path
 from tokencredit.text.models.architecture import trunk_of, weight_hash
+from tokencredit.text.models.foreign_weights import HEADS, WEIGHTS, read_weights
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
 from tokencredit.text.models.sharded_loading import Sharding
 
@@ -36,7 +37,6 @@ LOG = python_logging.getLogger("tokencredit")
 HUB_TIMEOUT = 10
 """Timeout of the request that tests whether the hub answers, in seconds."""
 TOKENIZER = "tokenizer_config.json"
-WEIGHTS = ".safetensors"
 MODEL_FILES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".py")
 """Suffixes of the files that a model or a tokenizer is loaded from."""
 BUILTIN = {
@@ -280,18 +280,15 @@ def load_model(
     with as_config_error(f"a language model from {name!r}"), without_load_report():
         refuse_quantised(name, PretrainedConfig.get_config_dict(folder)[0])
         options = {} if sharding is None else sharding.options(kind, folder, args, trunk=trunk)
-        model, loaded = kind.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=args.trust_remote_code,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **options,
-        )
+        model, loaded = read_weights(kind, folder, torch.float32, args.trust_remote_code, **options)
     check_shapes(name, loaded)
-    if loaded["unexpected_keys"] and kind is AutoModelForCausalLM:
-        LOG.warning("weights of %r that its model does not use: %s", name, listed(loaded["unexpected_keys"]))
+    # The critic says what becomes of a head in a local folder.
+    heads = f"{HEADS[0]}." if Path(folder).is_dir() else ()
+    unused = [key for key in loaded["unexpected_keys"] if not key.startswith(heads)]
+    if unused and kind is AutoModelForCausalLM:
+        LOG.warning("weights of %r that its model does not use: %s", name, listed(unused))
+        if any(key.startswith(HEADS[0]) for key in unused):
+            LOG.warning("a critic continues from a value head in a local folder: hf download %s --local-dir DIR", name)
     # Transformers initializes them at random. A trunk alone may lack what is not used, such as a pooler.
     if loaded["missing_keys"] and kind is AutoModelForCausalLM:
         raise ConfigError(f"{name!r} is not a causal language model: its weights lack {listed(loaded['missing_keys'])}")

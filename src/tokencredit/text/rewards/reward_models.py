@@ -9,23 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
 from tokencredit.errors import ConfigError
+from tokencredit.settings.model import ModelConfig
+from tokencredit.text.models.foreign_weights import HEADS, find_head, read_weights
 from tokencredit.text.models.model_loading import (
     as_config_error,
+    base_model,
     check_shapes,
     fuse_gelu,
+    load_tokenizer,
     read_tokenizer,
     resolve,
     without_load_report,
 )
+from tokencredit.text.models.peft_models import ADAPTER_WEIGHTS, attached, load_adapter, peft_errors
 from tokencredit.text.rewards.texts import Text, joined, messages, plain
 from tokencredit.text.rewards.token_trees import TokenTree, batches, grow, tree_inputs
-
-VALUE_HEADS = ("v_head.", "value_head.")
-"""Names of value heads that libraries add to causal language models."""
 
 
 class Reader:
@@ -262,21 +266,58 @@ def load(
         ConfigError: it cannot be loaded, or its classification head has no weights.
     """
     folder = resolve(name, "sentiment")
+    below = base_model(name, folder)
     with as_config_error(f"a classifier from {name!r}"), without_load_report():
-        model, loaded = AutoModelForSequenceClassification.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    _check_head(name, folder, model, loaded)
+        kind, number = AutoModelForSequenceClassification, getattr(torch, dtype)
+        if below is None:
+            model, loaded = read_weights(kind, folder, number, code=False)
+        else:
+            model, loaded = _read_adapter(name, folder, below, number)
+    _take_value_head(folder, model, loaded)
+    _check_head(name, model, loaded)
     check_shapes(name, loaded)
-    return model.to(device), read_tokenizer(name, folder)
+    tokenizer = read_tokenizer(name, folder) if below is None else load_tokenizer(ModelConfig(name=name))
+    return model.to(device), tokenizer
 
 
-def _check_head(name: str, folder: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> None:
+def _read_adapter(name: str, folder: str, below: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """A sequence classifier with an adapter merged, and what is missing of it: nothing, or its head."""
+    with safe_open(cached_file(folder, ADAPTER_WEIGHTS), framework="pt") as weights:
+        shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
+    labels = [shape[0] for key, shape in shapes.items() if key.endswith((".score.weight", ".classifier.weight"))]
+    kind, options = AutoModelForSequenceClassification, {"num_labels": labels[0] if labels else 1}
+    model, loaded = read_weights(kind, resolve(below), dtype, code=False, **options)
+    load_adapter(model, folder)
+    with peft_errors(f"cannot merge the adapter {name!r}"):
+        model = attached(model).merge_and_unload()
+    return model, loaded | {"missing_keys": set() if labels else loaded["missing_keys"], "mismatched_keys": set()}
+
+
+def _take_value_head(folder: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
+    """Make a causal model's value head, read at the last token, the missing head of a classifier of one output.
+
+    It is TRL's or LLaMA-Factory's, in the model's weights or beside them.
+    """
+    found = find_head(Path(folder)) if loaded["missing_keys"] else None
+    own = getattr(model, "score", None)
+    if found is None or not isinstance(own, torch.nn.Linear):
+        return
+    file, layer = found
+    with safe_open(file, framework="pt") as weights:
+        weight, bias = weights.get_tensor(f"{layer}.weight"), torch.zeros(1)
+        if f"{layer}.bias" in set(weights.keys()):
+            bias = weights.get_tensor(f"{layer}.bias")
+    if weight.shape != (1, own.in_features):
+        raise ConfigError(f"{layer}.weight of {file} is {list(weight.shape)}; it must be [1, {own.in_features}]")
+    head = torch.nn.Linear(own.in_features, 1, dtype=own.weight.dtype)
+    head.load_state_dict({"weight": weight, "bias": bias})
+    model.score, model.config.num_labels = head, 1
+    # Classifiers are read before the padding, and a text's end may be the padding token.
+    model.config.get_text_config().pad_token_id = None
+    loaded |= {"missing_keys": set(), "mismatched_keys": set()}
+
+
+def _check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the weights have no classification head, or one of another number of outputs."""
     for key, saved, expected in sorted(loaded["mismatched_keys"]):
         if saved[1:] == expected[1:] and not key.startswith(f"{model.base_model_prefix}."):
@@ -287,13 +328,12 @@ def _check_head(name: str, folder: str, model: PreTrainedModel, loaded: Mapping[
     if not loaded["missing_keys"]:
         return
     missing = ", ".join(sorted(loaded["missing_keys"]))  # which Transformers initializes at random
-    heads = [key for key in sorted(loaded["unexpected_keys"]) if key.startswith(VALUE_HEADS)]
-    heads += [path.name for path in sorted(Path(folder).glob("value_head.*"))]  # LLaMA-Factory's
+    heads = [key for key in sorted(loaded["unexpected_keys"]) if key.startswith(HEADS)]
     if not heads:
         raise ConfigError(f"{name!r} is not a sequence classifier: its weights lack {missing}")
     raise ConfigError(
-        f"{name!r} is a causal language model with a value head ({', '.join(heads)}), not a sequence classifier; to "
-        f'reward by it, save its weight as {missing} in model.safetensors, and set "num_labels": 1 in config.json'
+        f"{name!r} is a causal language model with a value head ({', '.join(heads)}), which is read from a "
+        f"local folder; download it (hf download {name} --local-dir DIR), and give DIR"
     )
 
 

@@ -125,7 +125,7 @@ def reward_skeletons(work: Work) -> list[RewardSkeleton]:
         source = term.classifier if isinstance(term, ClassifierTerm) else term.reward_model
         folder = resolve(source, "sentiment")
         with as_config_error(f"a classifier from {source!r}"):
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(base_model(source, folder) or folder)
             config.pad_token_id = config.pad_token_id or 0
             model = AutoModelForSequenceClassification.from_config(config, dtype=getattr(torch, term.dtype)).eval()
             limit = context(model, read_tokenizer(source, folder))
