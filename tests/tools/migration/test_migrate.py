@@ -135,7 +135,7 @@ def test_a_value_names_its_origin_and_what_is_left_is_said(tmp_path, capsys):
     assert "  temperature: 0.7  # default of TRL: temperature\n" in text
     assert "#   load_best_model_at_end: with eval.every the policy with the best mean score is in best/" in text
     assert "#   an_argument_of_mine: no counterpart is known" in text
-    assert "without counterpart: load_best_model_at_end, an_argument_of_mine" in told
+    assert "without counterpart, with reasons in the file: load_best_model_at_end, an_argument_of_mine" in told
 
 
 def test_a_script_of_python_is_read_and_not_run(tmp_path, capsys):
@@ -220,3 +220,6 @@ def test_the_trainers_of_both_ages_differ_as_theirs_do():
     new, old = translate(TRL, {"whiten_rewards": True}).settings, translate(OLD_TRL, {"early_stopping": True}).settings
     assert (new["critic.kind"], new["score.normalize"], new["score.shift_mean"]) == ("separate", "batch", False)
     assert (old["critic.kind"], old["ppo.target_kl"], old["kl.target"]) == ("shared", 1.5, 6.0)
+    assert {"stop.kl", "stop.reward"}.isdisjoint(old), "the first key of several is meant where a rule decides"
+    PPOConfig.from_dict(new)
+    PPOConfig.from_dict(old)

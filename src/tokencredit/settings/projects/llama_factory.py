@@ -62,6 +62,7 @@ LLAMA_FACTORY = Project(
         "none (rows are padded to the longest of a pass)": "packing neat_packing",
     },
     values={
+        "model.adapter": ("adapter_name_or_path", lambda _: DEFAULT),
         "rollout.batch_size": (f"{BATCH} ppo_buffer_size", product),
         "run.iterations": (
             "max_steps num_train_epochs rows =rollout.batch_size",
@@ -146,6 +147,7 @@ SWIFT = replace(
     },
     values={key: rule for key, rule in TRL.values.items() if not key.startswith(("model", "critic.name"))}
     | {
+        "model.adapter": ("adapters", lambda _: DEFAULT),
         "reward": ("reward_model", reward_models),
         "critic.name": ("reward_model", first),
         "prompts.dataset": ("dataset", one_dataset),

@@ -57,6 +57,8 @@ dynamic_filtering=algo.dynamic_filtering_x
 """
 """The names before 0.10, each with today's."""
 ESTIMATORS = {"gae": "gae", "reinforce": "reward_to_go", "rloo": "leave_one_out", "group_norm": "group_relative"}
+UNSCALED = dict.fromkeys(("reinforce_baseline", "dr_grpo"), "group_relative")
+ESTIMATORS |= UNSCALED
 
 
 def score_clip(pair: Any) -> Any:
@@ -213,7 +215,10 @@ OPENRLHF = Project(
             lambda name: ESTIMATORS.get(name) or Without(f"{name} is not among {', '.join(ESTIMATORS)}"),
         ),
         "critic.kind": ("algo.advantage.estimator", lambda name: "separate" if name == "gae" else "none"),
-        "advantage.scale": ("algo.advantage.no_std_norm", lambda off: not off),
+        "advantage.scale": (
+            "algo.advantage.no_std_norm algo.advantage.estimator",
+            lambda off, name: False if off or name in UNSCALED else DEFAULT,
+        ),
         "ppo.minibatches": (
             "=rollout.batch_size train.batch_size",
             lambda batch, mini: number(batch / mini),

@@ -139,6 +139,7 @@ def translate(project: Project, given: Mapping[str, Any]) -> Translation:
     made.without = {whole[name]: "as by default here" for name in whole if name in read - used and name != "rows"}
     for name, value in values.items():
         keys = project.answer(name)[0] if name in project.answers else []
+        keys = keys[:1] if name in read else keys  # a rule decides on the others
         for key in (key for key in keys if "(" not in key and key not in rules):
             made.settings[key], made.origins[key] = value, origin([name], value)
     for whole_name, value in given.items():

@@ -16,6 +16,8 @@ from tokencredit.settings.projects.translation import Project, Translation, tran
 from tokencredit.settings.reader import Dumper
 from tokencredit.settings.text import PPOConfig
 
+MAX_LISTED = 12
+"""Names on the terminal; the file has all."""
 NEEDED = {
     "model.name": "no model is named",
     "reward": "no reward is named; the default rewards negative reviews of films",
@@ -70,7 +72,9 @@ class Migrated:
         head = f"{names}: {self.title}, {len(made.settings)} settings, {own} of them its defaults"
         kept = [key for key, value in made.settings.items() if "$" in str(value)]
         left += [f"  holds a variable of the shell: {', '.join(kept)}"] * bool(kept)
-        tail = [f"  without counterpart: {', '.join(made.without)}"] * bool(made.without)
+        listed = ", ".join(list(made.without)[:MAX_LISTED])
+        more = f" and {len(made.without) - MAX_LISTED} more" if len(made.without) > MAX_LISTED else ""
+        tail = [f"  without counterpart, with reasons in the file: {listed}{more}"] * bool(made.without)
         return "\n".join(visible(line) for line in [head, *left, *tail])
 
     def _lines(self, groups: Mapping[str, Any], indent: str = "") -> list[str]:
