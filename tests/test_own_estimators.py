@@ -62,7 +62,7 @@ def runs(tmp_path_factory):
     (folder / "mine.py").write_text(FILE)
     for name, estimator in {"ours": "gae", "file": f"{folder}/mine.py:my_gae"}.items():
         advantage = AdvantageConfig(estimator=estimator, **LAM)
-        audit = AuditConfig(every=2, completions=8, continuations=8, states=4)
+        audit = AuditConfig(every=2, completions=4, continuations=2, states=2)
         PPOTrainer(args=text_config(folder / name, 2, advantage=advantage, audit=audit)).train()
     return folder
 
