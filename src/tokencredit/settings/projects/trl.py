@@ -197,6 +197,7 @@ TRL = Project(
         "run.trackers": ("report_to", trackers),
         "run.save_every": ("save_strategy save_steps", every),
         "run.push_to_hub": ("push_to_hub hub_model_id", repository),
+        "run.samples": ("num_sample_generations", lambda _: DEFAULT),
         "run.show_every": (
             "num_sample_generations =run.iterations",
             lambda times, total: 0 if not times else max(1, total // times) if total else DEFAULT,
