@@ -78,7 +78,7 @@ def test_the_reward_does_not_restart_and_the_policy_moves(first, second):
 
 def test_the_critic_saved_beside_the_adapter_goes_on(first, second, tmp_path):
     trainer = PPOTrainer(args=settings(tmp_path / "run", 2, first[0] / "policy"))
-    assert trainer.notes == [f"the critic continues from the one saved in {first[0] / 'policy'}"]
+    assert trainer.notes == [f"the critic continues from the one saved in {first[0] / 'critic'}"]
     assert trainer.reference is trainer.policy
 
 
