@@ -222,6 +222,7 @@ def test_debug_shows_the_traceback():
     assert "Traceback" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_print_config_explains_every_key_and_nothing_else(command, capsys):
     with pytest.raises(SystemExit):

@@ -119,6 +119,7 @@ def test_a_loss_formed_at_once_is_that_of_full_logits_with_gradients(seed, tempe
     assert_same_loss(leaves, targets, loss, expected, (logprobs, entropy, kl), **options)
 
 
+@pytest.mark.slow
 @given(**settings_of_the_head)
 def test_a_loss_on_a_support_is_that_of_the_renormalised_softmax(seed, temperature, softcap, chunk, dtype):
     policy, ref, targets, mask = make(seed, dtype=dtype)
@@ -215,6 +216,7 @@ def test_token_stats_computes_only_the_requested_statistics():
         token_logprobs(hidden, weight, targets, entropy=True)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), garbage=st.sampled_from([0.0, 1e30, math.inf, math.nan]))
 @settings(max_examples=30)
 def test_masked_tokens_do_not_change_statistics_or_gradients(seed, garbage):

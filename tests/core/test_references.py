@@ -47,6 +47,7 @@ def test_gae_is_torchrl_s(rollout, gamma, lam):
     torch.testing.assert_close(td(rewards, values, gamma=gamma, **where)[0], deltas.squeeze(-1), **close)
 
 
+@pytest.mark.slow
 @given(rollouts(), fractions, fractions)
 @settings(max_examples=50)
 def test_gae_is_stable_baselines_3_s(rollout, gamma, lam):

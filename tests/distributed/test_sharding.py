@@ -168,6 +168,7 @@ def test_what_cannot_be_sharded_is_refused(settings, words):
         PPOConfig.from_dict({"run.shard": "full"} | settings)
 
 
+@pytest.mark.slow
 def test_names_of_layers_are_those_of_modules(model_folders):
     model = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
     assert named(model, ["model.layers.*"]) == ["model.layers.*"]

@@ -30,6 +30,7 @@ def test_an_example_runs(name, tmp_path):
     assert METRICS.get(name, "reward") in row
 
 
+@pytest.mark.slow
 def test_the_loop_of_another_model_learns(capsys):
     exec(LOOP, {})
     assert float(capsys.readouterr().out.split()[-1]) > 0.5

@@ -195,6 +195,7 @@ def test_the_cache_grows_for_a_request_that_does_not_fit(model, start):
         torch.testing.assert_close(torch.tensor(done[number].logprobs), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_objects_that_the_user_has_frozen_stay_so():
     theirs = [[]]
     gc.freeze()

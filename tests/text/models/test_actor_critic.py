@@ -96,6 +96,7 @@ def test_a_detached_critic_moves_only_its_head(loaded):
     assert model.critic.head[-1].weight.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_a_separate_critic_has_a_trunk_of_its_own(loaded):
     lm, tokenizer = loaded
     model = noisy(build_policy(lm, tokenizer, ModelConfig(), CriticConfig(kind="separate", head="linear"))[0])

@@ -168,6 +168,7 @@ def test_a_folder_without_a_tokenizer_is_named_as_that(architecture, tmp_path, m
         load_language_model(ModelConfig(name=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_a_separate_critic_from_another_folder_is_saved_beside_the_policy(model_folders, tmp_path):
     args = ModelConfig(name=str(model_folders["llama"]))
     lm, tokenizer = load_language_model(args)
@@ -183,6 +184,7 @@ def test_a_separate_critic_from_another_folder_is_saved_beside_the_policy(model_
 LORA = LoraConfig(rank=4, alpha=8)
 
 
+@pytest.mark.slow
 def test_an_adapter_names_its_base_model_from_every_folder(model_folders, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     shutil.copytree(model_folders["llama"], tmp_path / "base")
@@ -198,6 +200,7 @@ def test_an_adapter_names_its_base_model_from_every_folder(model_folders, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_is_trained_and_loads_with_plain_peft(model_folders, tmp_path):
     peft = pytest.importorskip("peft")
     args = ModelConfig(name=str(model_folders["llama"]), lora=LORA)

@@ -36,6 +36,7 @@ def test_a_question_per_seed_and_the_verifiers_score():
     assert other.reply(said(f"Thus <answer>{solution(prompts[2])}</answer>.")) == Reply("", 1.0, "done")
 
 
+@pytest.mark.slow
 def test_settings_are_the_data_sets():
     _, prompts = begun(min_terms=6, max_terms=6, min_digits=1, max_digits=1)
     assert len(re.findall(r"\d", prompts[0])) == 6
@@ -51,6 +52,7 @@ def test_the_question_is_appended_to_the_prompt():
     assert messages[1] == {"role": "user", "content": text}
 
 
+@pytest.mark.slow
 def test_tries_pay_what_they_gain():
     (episode,), (prompt,) = begun(tries=3)
     assert episode.reply(said("0")) == Reply(AGAIN, 0.0)

@@ -55,6 +55,7 @@ def test_thinking_that_a_template_drops_is_shown_with_its_token():
     assert "  thinking: same" in lines, "within a tool loop it stays"
 
 
+@pytest.mark.slow
 def test_settings_of_the_template_apply():
     without, _ = check(chat_tokenizer("Qwen3"), enable_thinking=False)
     assert "  tool loop: same" not in check(chat_tokenizer("Qwen3"))[0]
