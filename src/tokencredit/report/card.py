@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def model_card(
         "```python\nfrom transformers import pipeline\n\n"
         f'generate = pipeline("text-generation", model={visible(saved.name)!r}){needs}\n'
         f'print(generate("Your prompt", max_new_tokens={args.rollout.max_new_tokens}, do_sample=True, '
-        f'temperature={args.rollout.temperature:g}, top_k=0)[0]["generated_text"])\n```\n\n'
+        f'temperature={float(args.rollout.temperature)}, top_k=0)[0]["generated_text"])\n```\n\n'
         f"{results(args, summary, evaluation, audit)}\n"
         "## Cite\n\n" + "\n".join(bibtex(version)) + "\n"
     )
@@ -104,9 +105,13 @@ def results(
         "kl_last": "divergence from the starting model over the same iterations, in nats per completion",
         "attainable_last": "estimated share of what the reward allows at this KL price",
     }
-    count = f"{args.eval.samples * args.eval.best_of} completions of held-out prompts"
+    size = args.eval.samples * args.eval.best_of
+    count = f"{size} completions of held-out prompts"
     rows = [(name, f"{value:.4g}", meanings.get(name, "")) for name, value in figures.items()]
-    rows += [(name, f"{value:.4g}", count) for name, value in evaluation.items()]
+    for name, measured in evaluation.items():
+        deviation = evaluation.get(name.replace("eval/reward/", "eval/reward_std/")) if "/reward/" in name else None
+        error = f" ± {deviation / math.sqrt(size):.2g} (standard error)" if deviation is not None else ""
+        rows.append((name, f"{measured:.4g}{error}", count))
     for name, meaning in AUDITED.items():
         value, low, high = (audit.get(f"audit/{name}{end}") for end in ("", "_low", "_high"))
         bounds = [f"{name} {x:.2f}" for name, x in (("from", low), ("to", high)) if x is not None]

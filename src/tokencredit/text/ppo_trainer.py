@@ -43,7 +43,7 @@ from tokencredit.text.data.prefixes import choose_spacing, save_fit
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
-from tokencredit.text.models.critic import critic_folder
+from tokencredit.text.models.critic import folder_names
 from tokencredit.text.models.model_loading import check_origin, fingerprint
 from tokencredit.text.models.precision import choose_precision
 from tokencredit.text.models.run_models import Models, save_policy
@@ -327,7 +327,7 @@ class PPOTrainer(LoopByHand):
             self.record.event(f"an evaluation is skipped: {error}")
             return {}
         if self.processes.first(metrics["eval/reward"] > self.record.best and self.record.folder.path.is_dir()):
-            with self.record.replaced(*self._folders("best"), in_all=self.sharded) as folders:
+            with self.record.replaced(*folder_names("best", self.policy.critic), in_all=self.sharded) as folders:
                 if folders is not None:
                     self._save(folders[0], None, *folders[1:])
         return metrics
@@ -384,17 +384,14 @@ class PPOTrainer(LoopByHand):
 
     def finish(self, stopped_by: str) -> Summary:
         """Write policy, summary, audit and report, upload the policy of a run at its end, and return the summary."""
-        summary = self.record.end(stopped_by, self._save, *self._folders("policy")[1:], in_all=self.sharded)
+        _, *more = folder_names("policy", self.policy.critic)
+        summary = self.record.end(stopped_by, self._save, *more, in_all=self.sharded)
         self.auditor.at_end(summary, self.stages, self.record, self.tokenizer)
         setup.write_card(self.args, self.pipeline, self.record, summary)
         write_final_report(self.record)
         self.record.next_steps(setup.next_steps(self.args))
         setup.upload_policy(self.args.run, self.record, stopped_by)
         return summary
-
-    def _folders(self, policy: str) -> list[str]:
-        """Names of the policy's folder and, if there is a critic, of the critic's."""
-        return [policy] if self.policy.critic is None else [policy, critic_folder(policy)]
 
     def _save(self, folder: Path, _: Summary | None = None, beside: Path | None = None) -> None:
         save_policy(folder, self.policy, self.tokenizer, beside, writes=self.processes.main)

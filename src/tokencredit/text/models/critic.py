@@ -193,6 +193,11 @@ def critic_folder(policy: str) -> str:
     return "critic" if policy == "policy" else f"{policy}-critic"
 
 
+def folder_names(policy: str, critic: Critic | None) -> list[str]:
+    """Names of a policy's folder and, if there is a critic, of the critic's."""
+    return [policy] if critic is None else [policy, critic_folder(policy)]
+
+
 def saved_critic(name: str) -> SavedCritic | None:
     """The critic saved in a run's folder, in a critic's or beside a policy's, or a model's own head; None for none.
 
