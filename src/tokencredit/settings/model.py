@@ -44,6 +44,10 @@ class TunedModelConfig(Group):
     """Compute dtype of forward and backward passes. `auto` picks bfloat16 where the CPU or GPU has arithmetic for it; a
     run keeps its choice. Trained weights, logits and optimizer state stay float32."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    quantization: Literal["nf4", "int8"] | None = setting(None, needs="adapter: continue")
+    """Load the linear layers below an adapter (`lora.rank`, or the model's own) in 4 bits (nf4) or 8 (int8); needs
+    bitsandbytes. A model that was saved quantised by it needs no setting. `policy/` is an adapter of the unquantised
+    model."""
     dropout: bool = False
     """Keep the model's own dropout during updates; the ratio then no longer starts at 1. Other noise, such as router
     jitter, is always off."""

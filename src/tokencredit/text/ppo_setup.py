@@ -33,6 +33,7 @@ from tokencredit.text.engines.building import build_engine
 from tokencredit.text.engines.engine import Engine
 from tokencredit.text.models.model_loading import max_prompt_length, upload
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG
+from tokencredit.text.models.precision import weights_in
 from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
@@ -362,7 +363,7 @@ def overview(
 ) -> Iterator[tuple[str, str]]:
     """Pairs of a label and a text; reward terms that are not `configured` but from Python are shown by their names."""
     lm, precision, processes = pipeline.policy.lm, pipeline.precision, pipeline.processes
-    size, trained = sum(p.numel() for p in lm.parameters()), sum(p.numel() for p in trainable(lm))
+    size, trained = weights_in(lm.parameters()), sum(p.numel() for p in trainable(lm))
     name = args.model.name or "from Python"
     yield "model", f"{name}, {count(size)} parameters" + (f", {count(trained)} trained" if trained < size else "")
     number = len(prompts.kept)

@@ -23,6 +23,7 @@ from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch, Prompts
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.data.tasks import Tasks
+from tokencredit.text.models.precision import weights_in
 from tokencredit.text.rewards.calls import RewardError, Term, check_columns
 from tokencredit.text.rewards.reward_models import Reader
 from tokencredit.text.rewards.terms import score
@@ -153,7 +154,7 @@ def work(model: PreTrainedModel) -> int:
     """Weights that a token meets in a pass: all but the rows of other tokens in the embedding."""
     embedding, projection = model.get_input_embeddings().get_parameter("weight"), model.get_output_embeddings()
     tied = projection is not None and projection.weight is embedding
-    return sum(p.numel() for p in model.parameters()) - (0 if tied else int(embedding.numel()))
+    return weights_in(model.parameters()) - (0 if tied else int(embedding.numel()))
 
 
 def prefix_scores(

@@ -31,6 +31,7 @@ from tokencredit.text.models.peft_models import (
     quiet,
     reproduces,
 )
+from tokencredit.text.models.precision import whole_weights
 
 REFERENCE = "tokencredit_reference"
 """PEFT's name for the frozen adapter of the reference model."""
@@ -201,7 +202,7 @@ def check_sharded(config: Any) -> None:
 
 def _hashes(lm: PreTrainedModel) -> list[int]:
     """Hashes of a model's weights without its adapter."""
-    return [weight_hash(whole(p.detach())) for name, p in lm.named_parameters() if ADAPTER_NAME not in name.split(".")]
+    return [weight_hash(whole(x)) for name, x in whole_weights(lm) if ADAPTER_NAME not in name.split(".")]
 
 
 def lora_config(args: LoraConfig) -> Any:
@@ -225,8 +226,9 @@ def add_adapter(lm: PreTrainedModel, config: Any, key: str) -> None:
     try:
         with quiet():
             attach(lm, peft_library().get_peft_model(lm, config))
-    except ValueError as error:
-        raise ConfigError(f"{key}.target_modules: {error}") from error
+    except (TypeError, ValueError) as error:  # a TypeError is PiSSA's of quantised weights
+        part = "" if isinstance(error, TypeError) else ".target_modules"
+        raise ConfigError(f"{key}{part}: {error}") from error
     if on_head(lm):
         raise ConfigError(
             f"{key} adapts the output projection, where the adapter would be ignored; leave that layer out"

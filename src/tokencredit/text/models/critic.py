@@ -35,6 +35,7 @@ from tokencredit.text.models.model_loading import (
     resolve,
 )
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, attached, merge, saved_config
+from tokencredit.text.models.precision import dequantise, quantised_layers
 from tokencredit.text.models.sharded_loading import Sharding
 
 HEAD_FILE = "value_head.safetensors"
@@ -347,7 +348,11 @@ def copied_trunk(lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | N
     """A copy of the policy's trunk, with its adapter merged if it has one; a sharded one is loaded again."""
     adapted = attached(lm) is not None
     if sharding is None or not is_sharded(lm):
-        return trunk_of(merge(deepcopy(lm))) if adapted else deepcopy(trunk_of(lm))
+        if adapted or not quantised_layers(lm):
+            return trunk_of(merge(deepcopy(lm))) if adapted else deepcopy(trunk_of(lm))
+        dense = deepcopy(lm)
+        dequantise(dense)
+        return trunk_of(dense)
     if adapted:
         raise ConfigError(
             f"run.shard is full, and a separate critic would begin as {model.name!r} with its adapter merged; with "

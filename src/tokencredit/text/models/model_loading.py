@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,20 +18,28 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.activations import NewGELUActivation
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.distributed.sharding import whole
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, NotInstalled, RunStopped
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.run_kind import is_path
 from tokencredit.text.models.architecture import trunk_of, weight_hash
 from tokencredit.text.models.foreign_weights import HEADS, WEIGHTS, read_weights
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
+from tokencredit.text.models.precision import in_float32, whole_weights
 from tokencredit.text.models.sharded_loading import Sharding
 
 LOG = python_logging.getLogger("tokencredit")
@@ -216,7 +225,7 @@ def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
 
 def weights_digest(model: nn.Module) -> str:
     """SHA-256 digest of a model's weights and their names."""
-    weights = [f"{name} {weight_hash(whole(p.detach()))}" for name, p in model.named_parameters()]
+    weights = [f"{name} {weight_hash(whole(x))}" for name, x in whole_weights(model)]
     return hashlib.sha256("\n".join(weights).encode()).hexdigest()
 
 
@@ -278,8 +287,8 @@ def load_model(
     """
     model: PreTrainedModel
     with as_config_error(f"a language model from {name!r}"), without_load_report():
-        refuse_quantised(name, PretrainedConfig.get_config_dict(folder)[0])
         options = {} if sharding is None else sharding.options(kind, folder, args, trunk=trunk)
+        options |= quantisation(kind, name, args, PretrainedConfig.get_config_dict(folder)[0])
         model, loaded = read_weights(kind, folder, torch.float32, args.trust_remote_code, **options)
     check_shapes(name, loaded)
     # The critic says what becomes of a head in a local folder.
@@ -293,6 +302,7 @@ def load_model(
     if loaded["missing_keys"] and kind is AutoModelForCausalLM:
         raise ConfigError(f"{name!r} is not a causal language model: its weights lack {listed(loaded['missing_keys'])}")
     model = trunk_of(model) if trunk else model
+    in_float32(model)
     if sharding is not None:
         sharding.prepare(model)
     fuse_gelu(model)
@@ -300,14 +310,48 @@ def load_model(
     return model
 
 
-def refuse_quantised(name: str, config: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for the configuration of a model whose weights are quantised."""
-    if quantisation := config.get("quantization_config"):
-        method = quantisation.get("quant_method", "") if isinstance(quantisation, Mapping) else ""
+def quantisation(kind: Any, name: str, args: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `kind.from_pretrained` for `model.quantization`, or for a model that was saved quantised.
+
+    Raises:
+        ConfigError: it is quantised by another library, both hold, or bitsandbytes is not installed.
+    """
+    saved, own = refuse_quantised(name, config), args.quantization if kind is AutoModelForCausalLM else None
+    if saved and kind is not AutoModelForCausalLM:
+        raise ConfigError(f"the weights of {name!r} are quantised, and it is to be trained whole; give dense weights")
+    if saved and own is not None:
         raise ConfigError(
-            f"the weights of {name!r} are quantised{f' ({method})' * bool(method)}, and quantised models are not "
-            "trained; give the model in float32, float16 or bfloat16"
+            f"model.quantization is {own}, and the weights of {name!r} are quantised already; leave it out"
         )
+    if not saved and own is None:
+        return {}
+    if find_spec("bitsandbytes") is None:
+        raise NotInstalled(
+            f"{name!r}, quantised," if saved else "model.quantization", "bitsandbytes", "tokencredit[quant]"
+        )
+    # Checked and adapted on the CPU, as others are; else Transformers would put it on a GPU.
+    options: dict[str, Any] = {"device_map": {"": "cpu"}}
+    if own == "nf4":
+        four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        options["quantization_config"] = BitsAndBytesConfig(**four)
+    elif own == "int8":
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    return options
+
+
+def refuse_quantised(name: str, config: Mapping[str, Any]) -> bool:
+    """True for the configuration of a model that bitsandbytes has quantised; `ConfigError` for another library's."""
+    saved = config.get("quantization_config")
+    if not saved:
+        return False
+    saved = saved if isinstance(saved, Mapping) else {}
+    method = str(getattr(saved.get("quant_method"), "value", saved.get("quant_method", "")))
+    if method.startswith("bitsandbytes") or saved.get("load_in_4bit") or saved.get("load_in_8bit"):
+        return True
+    raise ConfigError(
+        f"the weights of {name!r} are quantised{f' ({method})' * bool(method)}, and an adapter can only be trained on "
+        "those of bitsandbytes; give the model in float32, float16 or bfloat16, with model.quantization: nf4 or int8"
+    )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from tokencredit.distributed.sharding import within
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.text.models.architecture import trunk_of
+from tokencredit.text.models.precision import dequantise, in_float32, quantised_layers
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_NAME = "default"
@@ -109,13 +110,13 @@ def load_adapter(lm: PreTrainedModel, folder: str) -> None:
 
 
 def adopt(model: Any) -> PreTrainedModel:
-    """The language model of a model passed from Python, in float32, with its adapter attached, if it has one.
+    """The language model of a model passed from Python, dense weights in float32, with its adapter attached.
 
     Raises:
         ConfigError: it is no Transformers or PEFT model, or the type of its adapter is not supported.
     """
     if isinstance(model, PreTrainedModel):
-        model.eval().float()
+        in_float32(model.eval())
         if getattr(model, "peft_config", None) and attached(model) is None:
             attach(model, _wrapped(model))
         return model
@@ -126,7 +127,8 @@ def adopt(model: Any) -> PreTrainedModel:
     if peft is None or not isinstance(model, peft.PeftModel):
         raise ConfigError(f"model is a {type(model).__name__}; give a name, a folder, a PreTrainedModel or a PeftModel")
     check_kind(model.active_peft_config)
-    lm: PreTrainedModel = model.eval().float().get_base_model()
+    in_float32(model.eval())
+    lm: PreTrainedModel = model.get_base_model()
     attach(lm, model)
     return lm
 
@@ -179,7 +181,7 @@ def check_kind(config: Any) -> None:
 
 
 def merge(lm: PreTrainedModel) -> PreTrainedModel:
-    """Merge a model's adapter into its weights, in place, and return the model.
+    """Merge a model's adapter into its weights, dequantised if they are not, in place, and return the model.
 
     Raises:
         ConfigError: its type of adapter cannot be merged.
@@ -187,6 +189,8 @@ def merge(lm: PreTrainedModel) -> PreTrainedModel:
     what = f"cannot merge the model's {lm.peft_config[active_adapter(lm)].peft_type.value} adapter"
     before = probe_logits(lm).detach()
     with peft_errors(what):
+        if quantised_layers(lm):
+            _dequantise_below(lm)
         merged: PreTrainedModel = attached(lm).merge_and_unload()
     if not reproduces(merged, before):
         raise ConfigError(f"{what}: the merged model gives other logits")
@@ -194,6 +198,20 @@ def merge(lm: PreTrainedModel) -> PreTrainedModel:
         merged._hf_peft_config_loaded = False
         vars(merged).pop("_weight_conversions", None)
     return merged.requires_grad_(True)
+
+
+def _dequantise_below(lm: PreTrainedModel) -> None:
+    """Dequantise a model below its adapter, which is made anew on the dense layers, with the same weights."""
+    peft, model, name = peft_library(), attached(lm), active_adapter(lm)
+    config, state = copy(model.peft_config[name]), peft.get_peft_model_state_dict(model, adapter_name=name)
+    model.unload()
+    dequantise(lm)
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True
+    dense = peft.PeftModel(lm, config, name)
+    peft.set_peft_model_state_dict(dense, state, name)
+    attach(lm, dense)
+    dense.eval()
 
 
 def adapter_layers(lm: PreTrainedModel) -> list[Any]:

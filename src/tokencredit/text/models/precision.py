@@ -1,15 +1,17 @@
-"""The compute dtype of forward and backward passes, and its choice by `model.dtype: auto`."""
+"""The compute dtype of forward and backward passes, its choice by `model.dtype: auto`, and quantised weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -67,7 +69,8 @@ class Precision:
 
 def matrix_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Layers with a matrix product, whose weight and bias autocast rounds in every forward pass."""
-    return (module for module in model.modules() if isinstance(module, nn.Linear | Conv1D))
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear | Conv1D))
+    return (module for module in layers if not is_quantised(module))
 
 
 def rounded(module: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter | None]:
@@ -80,9 +83,13 @@ def round_frozen(lm: PreTrainedModel) -> None:
     """Store frozen matrix weights in bfloat16, except for the vocabulary projection.
 
     Autocast rounds them anyway, so no result changes and they take half the memory. The model can then only be called
-    under autocast.
+    under autocast. Below quantised layers memory matters most: embedding and projection are rounded too.
     """
     head = set(lm.get_output_embeddings().modules())  # several modules if PEFT wraps it
+    if quantised_layers(lm):
+        for module in {lm.get_input_embeddings(), lm.get_output_embeddings()}:
+            if isinstance(weight := module._parameters.get("weight"), nn.Parameter) and not weight.requires_grad:
+                weight.data = weight.data.to(torch.bfloat16)  # in place, since the two may share it
     for module in matrix_layers(lm):
         if module not in head and not any(p.requires_grad for p in module.parameters(recurse=False)):
             module._parameters.update(rounded(module, torch.bfloat16))
@@ -122,3 +129,99 @@ def choose_for_device(device: torch.device) -> tuple[bool, str]:
     if name is None:
         return False, "since this CPU has no bfloat16 instructions"
     return True, f"since this CPU has bfloat16 instructions ({name})"
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """True for a linear layer of bitsandbytes with 4-bit or 8-bit weights."""
+    return type(module._parameters.get("weight")).__name__ in ("Params4bit", "Int8Params")
+
+
+def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The quantised layers of a model, by name."""
+    return {name: module for name, module in model.named_modules() if is_quantised(module)}
+
+
+def dense_weight(layer: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight `[out, in]` of a quantised layer, dequantised."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = layer.weight
+    if (state := getattr(weight, "quant_state", None)) is None:
+        scale: Tensor = layer.state.SCB if weight.SCB is None else weight.SCB
+        return weight.data.to(dtype) * (scale / 127).to(dtype).unsqueeze(1)
+    state = copy(state)
+    state.dtype = dtype
+    dense: Tensor = dequantize_4bit(weight.data, state)
+    return dense
+
+
+class DenseProduct(torch.autograd.Function):
+    """x Wᵀ with the dequantised weight of a layer, which is dequantised again for the gradient rather than kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        """The product, in the dtype of x."""
+        ctx.layer = layer
+        return nn.functional.linear(x, dense_weight(layer, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        """The gradient of x."""
+        (gradient,) = gradients
+        return gradient @ dense_weight(ctx.layer, gradient.dtype), None
+
+
+def dense_forward(layer: Any, x: Tensor) -> Tensor:
+    """The forward pass of a quantised layer, in the dtype of autocast or of x.
+
+    Alike in sampling and training and for any batch. The 8-bit pass of bitsandbytes rounds the inputs, by columns that
+    depend on the batch; its 4-bit pass takes another kernel with gradients, and computes in the first call's dtype.
+    """
+    kind = x.device.type
+    x = x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    product: Tensor = DenseProduct.apply(x, layer)  # type: ignore[no-untyped-call]
+    return product if layer.bias is None else product + layer.bias.to(product.dtype)
+
+
+def in_float32(model: nn.Module) -> None:
+    """Convert a model to float32 in place, except for quantised weights, whose layers get `dense_forward`."""
+    quantised = quantised_layers(model)
+    if not quantised:
+        nn.Module.float(model)
+    for module in model.modules() if quantised else ():
+        for name, x in [*module._parameters.items(), *module._buffers.items()]:
+            if x is not None and x.is_floating_point() and not (name == "weight" and is_quantised(module)):
+                x.data = x.data.float()
+    for layer in quantised.values():
+        if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+            layer.state_dict()  # which unpacks it
+        layer.forward = MethodType(dense_forward, layer)
+
+
+def dequantise(lm: PreTrainedModel) -> None:
+    """Replace quantised layers by dense ones in float32, in place."""
+    for name, layer in quantised_layers(lm).items():
+        dense, bias, kind = dense_weight(layer), layer.bias, getattr(layer, "source_cls", nn.Linear)
+        rows, columns = dense.shape
+        with torch.device("meta"):
+            module = Conv1D(rows, columns) if kind is Conv1D else nn.Linear(columns, rows, bias is not None)
+        module.weight = nn.Parameter(dense.T.contiguous() if kind is Conv1D else dense)
+        module.bias = bias
+        lm.set_submodule(name, module)
+    lm.hf_quantizer.remove_quantization_config(lm)
+    vars(lm).pop("_weight_conversions", None)  # which would read quantised weights, and cannot write them
+    lm.requires_grad_(True)
+
+
+def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of a model's parameters, quantised ones dequantised."""
+    layers = quantised_layers(model)
+    for name, parameter in model.named_parameters():
+        layer = layers.get(name.removesuffix(".weight"))
+        yield name, parameter.detach() if layer is None else dense_weight(layer)
+
+
+def weights_in(parameters: Iterable[Tensor]) -> int:
+    """Number of weights in parameters; 4-bit ones are stored two in a number."""
+    states = ((p, getattr(p, "quant_state", None)) for p in parameters)
+    return sum(p.numel() if state is None else state.shape.numel() for p, state in states)

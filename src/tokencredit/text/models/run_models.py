@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from shutil import which as find_program
 from typing import Any
@@ -38,7 +39,7 @@ from tokencredit.text.models.model_loading import (
     max_prompt_length,
 )
 from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
-from tokencredit.text.models.precision import Precision, choose_precision, round_frozen
+from tokencredit.text.models.precision import Precision, choose_precision, quantised_layers, round_frozen
 from tokencredit.text.models.sharded_loading import Sharding, distributed_config
 
 
@@ -71,6 +72,11 @@ def load_start(
     if model is None or isinstance(model, str):
         lm, tokenizer = load_language_model(args, tokenizer, sharding)
     else:
+        if args.quantization is not None:
+            raise ConfigError(
+                f"model.quantization is {args.quantization}, and model is a loaded one; give its name or folder, or "
+                "load it with quantization_config=BitsAndBytesConfig(…) and leave the key out"
+            )
         lm = adopt(model)
         tokenizer = tokenizer or load_tokenizer(args)
         check_language_model(args, lm, tokenizer)
@@ -85,6 +91,13 @@ def load_start(
         )
     check_policy(args.name, lm)
     return lm, tokenizer
+
+
+def merge_notes(args: ModelConfig, lm: PreTrainedModel) -> list[str]:
+    """A note on a quantised model whose adapter `merged` adds to the weights."""
+    if args.adapter == "continue" or not quantised_layers(lm):
+        return []
+    return [f"model.adapter merge: the weights of {args.name!r} are dequantised to float32, and the adapter is added"]
 
 
 def merged(args: ModelConfig, lm: PreTrainedModel) -> PreTrainedModel:
@@ -114,7 +127,9 @@ def build_models(
     Raises:
         ConfigError: a critic or an adapter cannot be used, or no parameter of the policy is trainable.
     """
+    notes = merge_notes(args.model, lm)
     lm = merged(args.model, lm)
+    check_quantised(args, lm)
     adapted = bool(args.model.lora.rank) or peft_config is not None or attached(lm) is not None
     args.check_offload(adapted=adapted)
     # The reference model is a copy; of a sharded model, which cannot be copied, one that is loaded again.
@@ -128,7 +143,8 @@ def build_models(
         reference = ActorCritic(copied, compiled=compiled)
     # One linear head per model is drawn in vain, since every seed's critic depends on it.
     torch.empty((1 if reference is None else 2) * (width(lm) + 1)).uniform_()
-    policy, notes = build_policy(lm, tokenizer, args.model, args.critic, peft_config, sharding)
+    policy, more = build_policy(lm, tokenizer, args.model, args.critic, peft_config, sharding)
+    notes += more
     check_trained(args.model.name, policy)
     _place(policy, precision.device)
     if reference is None and args.kl.coef > 0:
@@ -155,6 +171,17 @@ def build_models(
             round_frozen(policy.lm)
     in_step = sharding.processes if sharding is not None and args.sharding.sampling == "layers" else None
     return Models(policy, reference, tokenizer, precision, [*precision.notes, *notes], in_step)
+
+
+def check_quantised(args: PPOConfig, lm: PreTrainedModel) -> None:
+    """Raise `ConfigError` for a setting that needs dense weights, if those of the policy are quantised."""
+    needs = {"model.compile": (True, "false"), "run.shard": ("full", "none"), "rollout.engine": ("vllm", "local")}
+    for key, (value, instead) in needs.items() if quantised_layers(lm) else ():
+        if (group := attrgetter(key)(args)) == value:
+            raise ConfigError(
+                f"{key} is {str(group).lower()}, and the weights of {args.model.name!r} are quantised, which goes "
+                f"without it; set {key}: {instead}, or train dense weights"
+            )
 
 
 def _rounds_policy(args: PPOConfig, policy: ActorCritic, precision: Precision) -> bool:
@@ -223,6 +250,11 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
 
 def check_trained(name: str, policy: ActorCritic) -> None:
     """Raise `ConfigError` if no parameter of the policy is trainable."""
+    if quantised_layers(policy.lm) and policy.adapter is None:
+        raise ConfigError(
+            f"the weights of {name!r} are quantised, and only an adapter can be trained on them; set model.lora.rank "
+            "(16, say), give peft_config, or leave out model.quantization"
+        )
     if not trainable(policy.lm):
         raise ConfigError(
             f"no parameter of the model {name!r} requires a gradient, so nothing would be trained; "

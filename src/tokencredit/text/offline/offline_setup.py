@@ -33,6 +33,7 @@ from tokencredit.text.models.run_models import (
     check_trained,
     enable_checkpointing,
     load_start,
+    merge_notes,
     merged,
     save_policy,
 )
@@ -66,14 +67,14 @@ def load_model(args: OfflineSettings) -> Model:
         return load_reward_model(args)
     settings = ModelConfig(**vars(args.model))
     lm, tokenizer = load_start(settings)
-    start = fingerprint(lm, tokenizer)
+    start, notes = fingerprint(lm, tokenizer), merge_notes(settings, lm)
     policy, _ = build_policy(merged(settings, lm), tokenizer, settings, CriticConfig(kind="none"))
     check_trained(settings.name, policy)
     steps = {
         "tokencredit generate RUN --prompt TEXT": "completions of the trained model",
         "tokencredit train --model.name RUN/policy": "PPO from the trained model",
     }
-    return Model(policy.lm, tokenizer, start, lambda folder: save_policy(folder, policy, tokenizer), steps)
+    return Model(policy.lm, tokenizer, start, lambda folder: save_policy(folder, policy, tokenizer), steps, notes)
 
 
 def load_reward_model(args: RewardModelConfig) -> Model:

@@ -39,7 +39,7 @@ from tokencredit.settings.offline import DPOConfig, OfflineSettings
 from tokencredit.settings.run_kind import refuse_python, run_kind_of
 from tokencredit.text.data.prompts import shuffled
 from tokencredit.text.models.model_loading import check_origin
-from tokencredit.text.models.precision import choose_precision
+from tokencredit.text.models.precision import choose_precision, weights_in
 from tokencredit.text.offline.examples import Example
 from tokencredit.text.offline.offline_losses import OfflineLoss, combined, learned
 from tokencredit.text.offline.offline_setup import Model, load_examples, load_model
@@ -116,7 +116,7 @@ class OfflineTrainer:
 
     def overview(self) -> Iterator[tuple[str, str]]:
         """Model, data, device and folder: pairs of a label and a text."""
-        size, trained = sum(p.numel() for p in self.model.lm.parameters()), sum(p.numel() for p in self.parameters)
+        size, trained = weights_in(self.model.lm.parameters()), sum(p.numel() for p in self.parameters)
         partly = f", {count(trained)} trained" if trained < size else ""
         yield "model", f"{self.args.model.name}, {count(size)} parameters{partly}"
         held = f", {len(self.held_out):,} held out" if self.held_out else ""

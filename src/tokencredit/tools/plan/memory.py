@@ -32,6 +32,7 @@ from tokencredit.text.models import actor_critic
 from tokencredit.text.models.actor_critic import Extent, Inputs
 from tokencredit.text.models.architecture import layers_of, trunk_of
 from tokencredit.text.models.kv_cache import SpareCapacityLayer
+from tokencredit.text.models.precision import weights_in
 from tokencredit.tools.plan.passes import RewardSkeleton, SkeletonPasses, prefix_passes, reward_skeletons
 from tokencredit.tools.plan.work import Work
 
@@ -103,7 +104,7 @@ def measure(work: Work) -> Sizes:
             parts["save"] |= {} if work.sharded else {"freed, not returned": HEAP * live.small}
         return Sizes(
             parts,
-            parameters=sum(p.numel() for name, p in policy.lm.named_parameters() if "lora_" not in name),
+            parameters=weights_in(p for name, p in policy.lm.named_parameters() if "lora_" not in name),
             trained=sum(p.numel() for p in state),
             saved=nbytes([*(trainable(policy.lm) if adapted else lm), *critic]),
             checkpoint=nbytes(state) + sum(nbytes(moments) for moments in state.values()),
