@@ -11,6 +11,7 @@ from typing import Any
 from costs import (
     COPY,
     H200,
+    LARGER,
     MEASURED,
     SHAPES,
     Batch,
@@ -54,6 +55,16 @@ LADDER: dict[str, dict[str, Any]] = {
     "micro-batches and LoRA": {"ppo.micro_batch_tokens": 1024, "model.lora.rank": RANK},
 }
 """Settings of the table of docs/gpu.md."""
+ADAPTED = {"model.lora.rank": RANK}
+QUANTISED = ADAPTED | {"model.quantization": "nf4"}
+LITTLE: dict[str, dict[str, Any]] = {
+    "full": {},
+    "LoRA": ADAPTED,
+    "nf4 and LoRA": QUANTISED,
+    "nf4, LoRA, `critic.lora`": QUANTISED | {"critic.kind": "separate", "critic.lora.rank": RANK},
+    "nf4, LoRA, linear head": QUANTISED | {"critic.head": "linear"},
+}
+"""Settings of the table of little memory, beside micro-batches of 1,024 and checkpointing."""
 MFU = 0.4
 STAGES = ("rollout", "re-evaluation", "reference", "update")
 
@@ -139,6 +150,11 @@ def docs_tables() -> dict[str, str]:
     for critic in ("shared", "separate"):
         rows = [[shape.name, *(planned(shape, critic, x) for x in LADDER.values())] for shape in SHAPES]
         tables[critic] = markdown(["model", *LADDER], rows)
+    rows = [
+        [shape.name, *(planned(shape, "shared", LADDER["and checkpointing"] | x) for x in LITTLE.values())]
+        for shape in LARGER
+    ]
+    tables["little"] = markdown(["model", *LITTLE], rows)
     return tables
 
 

@@ -167,9 +167,12 @@ QWEN3_06B = Shape("Qwen3-0.6B", "qwen3", 151936, 1024, 28, 16, 8, 128, 3072, 409
 QWEN3_17B = Shape("Qwen3-1.7B", "qwen3", 151936, 2048, 28, 16, 8, 128, 6144, 40960)
 QWEN3_4B = Shape("Qwen3-4B", "qwen3", 151936, 2560, 36, 32, 8, 128, 9728, 40960)
 QWEN3_8B = Shape("Qwen3-8B", "qwen3", 151936, 4096, 36, 32, 8, 128, 12288, 40960, tied=False)
+QWEN3_14B = Shape("Qwen3-14B", "qwen3", 151936, 5120, 40, 40, 8, 128, 17408, 40960, tied=False)
 MEASURED = (GPT2, QWEN3_06B, QWEN3_17B)
 """The models of RESULTS.md."""
 SHAPES = (*MEASURED, QWEN3_4B, QWEN3_8B)
+LARGER = (QWEN3_17B, QWEN3_4B, QWEN3_8B, QWEN3_14B)
+"""The models of the table of little memory."""
 
 
 class Device(NamedTuple):

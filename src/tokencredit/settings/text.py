@@ -132,6 +132,17 @@ class PPOConfig(Configuration):
 
     def _check_critic(self) -> None:
         critic = self.critic
+        refused = {
+            "critic.kind": critic.kind != "separate",
+            "critic.detach": critic.detach,
+            "critic.layers": critic.layers,
+        }
+        refused |= {"run.shard": self.run.shard == "full"}
+        if critic.lora.rank and (keys := [key for key, holds in refused.items() if holds]):
+            reason = (
+                "the critic's adapter belongs to a separate, trained critic with all layers of a base that is whole"
+            )
+            refuse(self, f"critic.lora.rank {keys[0]}", f"{reason}; change one of them")
         if critic.prefix_every not in (0, "auto") and self.advantage.bootstrap:
             reason = "a prefix has one score, and a bootstrap needs rewards per token; leave one of them out"
             refuse(self, "critic.prefix_every advantage.bootstrap", reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,20 +74,20 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
         schedule(**optim.rates(args.run.iterations)),
         torch.Generator().manual_seed(2 * args.seed + 1),
         processes,
-        trainable(policy.critic) if policy.critic is not None and args.critic.coef == 0 else (),
+        chain(*policy.critic.own_parameters()) if policy.critic is not None and args.critic.coef == 0 else (),
     )
 
 
 def parameter_groups(args: PPOConfig, policy: ActorCritic) -> list[ParamGroup]:
     """Parameter groups of the policy, a separate critic's trunk and the value head, each with its learning rate."""
     critic, rate = policy.critic, args.optim.lr
-    parts: list[tuple[str, nn.Module | None, float]] = [("lr", policy.lm, rate)]
-    if critic is not None:
-        parts += [("trunk_lr", critic.trunk, args.critic.trunk_lr or rate), ("value_lr", critic.head, args.critic.lr)]
-    groups = [
-        {"params": trainable(module), "lr": lr, "metric": metric, "weight_decay": args.optim.weight_decay}
-        for metric, module, lr in parts
-        if module is not None
+    trunk, head = ([], []) if critic is None else critic.own_parameters()
+    shared = set(trunk)  # a critic's adapter is among the policy's modules
+    parts = [("lr", [p for p in trainable(policy.lm) if p not in shared], rate)]
+    parts += [("trunk_lr", trunk, args.critic.trunk_lr or rate), ("value_lr", head, args.critic.lr)]
+    groups: list[ParamGroup] = [
+        {"params": params, "lr": lr, "metric": metric, "weight_decay": args.optim.weight_decay}
+        for metric, params, lr in parts
     ]
     return [group for group in groups if group["params"]]
 

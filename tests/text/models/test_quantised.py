@@ -76,11 +76,16 @@ def settings(folder, iterations=2, **changes):
 
 @pytest.fixture(scope="module")
 def run(model_folders, tmp_path_factory):
-    """A finished run of a 4-bit model with a new adapter."""
+    """A finished run of a 4-bit model with a new adapter, and another for its critic."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    model = {"model.name": str(model_folders["llama"]), "model.quantization": "nf4"}
-    PPOTrainer(args=settings(folder, 3, **model)).train()
+    PPOTrainer(args=settings(folder, 3, **both(model_folders))).train()
     return folder
+
+
+def both(folders):
+    """Settings of a 4-bit base with an adapter for the policy and one for the critic."""
+    names = {"model.name": str(folders["llama"]), "model.quantization": "nf4"}
+    return names | {"critic.kind": "separate", "critic.lora.rank": 2, "critic.lr": 0.01}
 
 
 def start(kind, source, adapted, folders):
@@ -193,8 +198,7 @@ def test_a_finished_run_is_loaded_quantised_and_evaluated(run, capsys):
 
 @pytest.mark.slow
 def test_a_run_is_resumed_bit_for_bit(run, model_folders, tmp_path):
-    model = {"model.name": str(model_folders["llama"]), "model.quantization": "nf4"}
-    trainer = PPOTrainer(args=settings(tmp_path / "run", 3, **model))
+    trainer = PPOTrainer(args=settings(tmp_path / "run", 3, **both(model_folders)))
     iteration = trainer.iteration
 
     def until(number):

@@ -19,7 +19,7 @@ from tokencredit.core.masked import extents
 from tokencredit.core.vocab_projection import TokenStats, faster_transposed, project
 from tokencredit.distributed.sharding import is_sharded, within
 from tokencredit.learn.objective import CriticOutputs, PolicyLoss, PolicyOutputs
-from tokencredit.text.models.adapters import Adapter
+from tokencredit.text.models.adapters import CRITIC, Adapter
 from tokencredit.text.models.architecture import layers_of, output_states, states_after, trunk_of
 from tokencredit.text.models.critic import Critic
 
@@ -239,6 +239,9 @@ class ActorCritic(nn.Module):
     def _critic_states(self, critic: Critic, inputs: Inputs, extent: Extent) -> Tensor:
         if critic.trunk is not None:  # a pass through its own trunk, or through the policy's up to the layer it reads
             return within(critic.trunk, self._read, critic.trunk, inputs, extent, self.trunk_hidden)[0]
+        if critic.adapter is not None:  # a pass through the policy's trunk with the critic's adapter
+            with critic.adapter.switched(CRITIC):
+                return within(self.lm, self._read, trunk_of(self.lm), inputs, extent, self.trunk_hidden)[0]
         layer, trunk = self._tap(), trunk_of(self.lm)
         run = self.trunk_hidden if layer is None else partial(states_after, layer=layer)
         return within(self.lm, self._read, trunk, inputs, extent, run)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from tokencredit.distributed.sharding import is_sharded, whole
 from tokencredit.errors import ConfigError
@@ -19,6 +20,7 @@ from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.text.models.architecture import weight_hash
 from tokencredit.text.models.peft_models import (
     ADAPTER_NAME,
+    ADAPTER_WEIGHTS,
     active_adapter,
     adapter_layers,
     attach,
@@ -30,16 +32,106 @@ from tokencredit.text.models.peft_models import (
     probe_logits,
     quiet,
     reproduces,
+    saved_config,
 )
 from tokencredit.text.models.precision import whole_weights
 
 REFERENCE = "tokencredit_reference"
 """PEFT's name for the frozen adapter of the reference model."""
+CRITIC = "tokencredit_critic"
+"""PEFT's name for the adapter of a critic."""
+SHARDED = ("run.shard is full", "with sharded weights", "run.shard")
+"""The arguments of `check_plain` for a sharded base."""
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 """Initializations of LoRA that read no weight of the base model."""
 
 
-class Adapter:
+class AdapterSwitch:
+    """The adapters of a language model: the policy's, and others on the same base, between which it switches."""
+
+    def __init__(self, lm: PreTrainedModel):
+        """Begin with the adapter attached to a model."""
+        self.lm, self.model, self.name = lm, attached(lm), active_adapter(lm)
+        self.active: str | None = self.name
+
+    @contextmanager
+    def switched(self, name: str | None) -> Iterator[None]:
+        """A context in which the model has another adapter, or none; the same parameters require gradients."""
+        before = self.active
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, name: str | None) -> None:
+        if name == self.active:
+            return
+        flags = [(parameter, parameter.requires_grad) for parameter in self.lm.parameters()]
+        for layer in adapter_layers(self.lm):
+            if self.active is None:
+                layer.enable_adapters(True)
+            layer.enable_adapters(False) if name is None else layer.set_adapter(name)
+        self.active = name
+        for parameter, flag in flags:  # PEFT's switches change requires_grad
+            parameter.requires_grad_(flag)
+
+    def recomputation(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts of a checkpointed layer and of its recomputation, which takes place when another adapter is on."""
+        return nullcontext(), self.switched(self.active)
+
+    def add_critic(self, args: LoraConfig, saved: Path | None = None) -> None:
+        """Add the adapter of a critic, a saved one or a new one, which begins as the base model.
+
+        Raises:
+            ConfigError: the policy's adapter is more than plain LoRA, the saved one has another rank or base, or no
+                layer matches `critic.lora.target_modules`.
+        """
+        key = f"critic.lora.rank is {args.rank}"
+        check_plain(self.model.peft_config[self.name], key, "on a base that policy and critic share", "critic.lora")
+        config = lora_config(args) if saved is None else saved_config(str(saved))
+        base = str(getattr(self.lm, "name_or_path", ""))
+        if saved is not None and config.r != args.rank:
+            raise ConfigError(f"{key}, and the critic saved in {saved} has rank {config.r}; give that, or critic.init")
+        if saved is not None and base and config.base_model_name_or_path not in (None, "", base):
+            raise ConfigError(
+                f"the critic saved in {saved} is an adapter of {config.base_model_name_or_path!r}, and that of the "
+                f"policy has the base {base!r}; set critic.init: zeros to start a new one"
+            )
+        trained = {name for name, p in self.lm.named_parameters() if p.requires_grad}
+        with peft_errors("critic.lora cannot be used"):
+            if saved is None:
+                self.model.add_adapter(CRITIC, config)
+            else:
+                cached_file(str(saved), ADAPTER_WEIGHTS)  # PEFT would also read a pickle
+                self.model.load_adapter(str(saved), CRITIC, is_trainable=True, torch_device=str(self.lm.device))
+        for name, parameter in self.lm.named_parameters():
+            parameter.requires_grad_(name in trained or owned(name, CRITIC))
+        self.lm.eval()  # PEFT creates layers in training mode
+
+    def critic_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the critic's adapter."""
+        return [p for name, p in self.lm.named_parameters() if owned(name, CRITIC)]
+
+    def save_named(self, folder: Path, name: str) -> None:
+        """Write one of the adapters as a PEFT folder."""
+        self.model.save_pretrained(folder, selected_adapters=[name], state_dict=self._state())
+        if name != ADAPTER_NAME:  # PEFT writes a named adapter to a subfolder
+            for file in (folder / name).iterdir():
+                file.replace(folder / file.name)
+            (folder / name).rmdir()
+
+    def _state(self) -> dict[str, Tensor]:
+        """The model's tensors other than sharded ones, which PEFT would gather in all processes, and then drop."""
+        return {name: x for name, x in self.model.state_dict().items() if not isinstance(x, DTensor)}
+
+
+def owned(parameter: str, adapter: str) -> bool:
+    """True for the name of a parameter that belongs to an adapter."""
+    return adapter in parameter.split(".")
+
+
+class Adapter(AdapterSwitch):
     """The trained adapter of a language model, and the switch to the reference model."""
 
     def __init__(self, lm: PreTrainedModel, *, start: Tensor | None = None, whole: bool = False):
@@ -53,7 +145,7 @@ class Adapter:
         Raises:
             ConfigError: no gradient reaches it, or its folder would miss some of the trained parameters.
         """
-        self.lm, self.model, self.name = lm, attached(lm), active_adapter(lm)
+        super().__init__(lm)
         self.whole, self.has_reference = whole, False
         if not any(p.requires_grad for name, p in lm.named_parameters() if self._owns(name)):
             self.model.set_adapter(self.name)
@@ -86,7 +178,7 @@ class Adapter:
         An adapter continued from another run needs a second, frozen adapter with the same weights, which only LoRA
         allows without changing the base layers.
         """
-        trained = {name for name, p in self.lm.named_parameters() if p.requires_grad}
+        trained = {name for name, p in self.lm.named_parameters() if p.requires_grad and not owned(name, CRITIC)}
         head = any(p.requires_grad for p in self.lm.get_output_embeddings().parameters())
         if head or not all(map(self._owns, trained)):
             return False
@@ -105,7 +197,7 @@ class Adapter:
         )
         peft.set_peft_model_state_dict(self.model, state, REFERENCE)
         for name, parameter in self.lm.named_parameters():
-            parameter.requires_grad_(name in trained)
+            parameter.requires_grad_(name in trained or owned(name, CRITIC))
         self.has_reference = True
         self.lm.eval()  # PEFT creates layers in training mode
         return True
@@ -113,17 +205,8 @@ class Adapter:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """A context in which the model is the one that the run started from, for passes without gradients."""
-        flags = [(parameter, parameter.requires_grad) for parameter in self.lm.parameters()]
-        layers = adapter_layers(self.lm)
-        try:
-            for layer in layers:
-                layer.set_adapter(REFERENCE) if self.has_reference else layer.enable_adapters(False)
+        with self.switched(REFERENCE if self.has_reference else None):
             yield
-        finally:
-            for layer in layers:
-                layer.set_adapter(self.name) if self.has_reference else layer.enable_adapters(True)
-            for parameter, flag in flags:  # PEFT's switches change requires_grad
-                parameter.requires_grad_(flag)
 
     def save(self, folder: Path) -> None:
         """Write a PEFT adapter folder, or the merged model if `whole`."""
@@ -134,18 +217,10 @@ class Adapter:
                 on_cpu[id(x)] = nn.Parameter(copied, requires_grad=False) if isinstance(x, nn.Parameter) else copied
             deepcopy(self.model, on_cpu).merge_and_unload().save_pretrained(folder)
             return
-        self.model.save_pretrained(folder, selected_adapters=[self.name], state_dict=self._state())
-        if self.name != ADAPTER_NAME:  # PEFT writes a named adapter to a subfolder
-            for file in (folder / self.name).iterdir():
-                file.replace(folder / file.name)
-            (folder / self.name).rmdir()
-
-    def _state(self) -> dict[str, Tensor]:
-        """The model's tensors other than sharded ones, which PEFT would gather in all processes, and then drop."""
-        return {name: x for name, x in self.model.state_dict().items() if not isinstance(x, DTensor)}
+        self.save_named(folder, self.name)
 
     def _owns(self, parameter: str) -> bool:
-        return self.name in parameter.split(".")
+        return owned(parameter, self.name)
 
 
 def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> Adapter | None:
@@ -162,7 +237,7 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
     sharded = is_sharded(lm)
     if attached(lm) is not None:
         if sharded:
-            check_sharded(attached(lm).peft_config[active_adapter(lm)])
+            check_plain(attached(lm).peft_config[active_adapter(lm)], *SHARDED)
         if args.lora.rank or peft_config is not None:
             new = f"model.lora.rank is {args.lora.rank}" if args.lora.rank else "peft_config is set"
             raise ConfigError(
@@ -175,7 +250,7 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
     start, below = probe_logits(lm).detach(), _hashes(lm)
     config = peft_config or lora_config(args.lora)
     if sharded:
-        check_sharded(config)
+        check_plain(config, *SHARDED)
     add_adapter(lm, config, "model.lora" if peft_config is None else "peft_config")
     # Some adapters, such as PiSSA, change the base weights when they are created, so the base model's folder is stale.
     whole = args.adapter == "merge" or _hashes(lm) != below
@@ -183,8 +258,8 @@ def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> A
         return Adapter(lm, start=start, whole=whole)
 
 
-def check_sharded(config: Any) -> None:
-    """Raise `ConfigError` for an adapter that needs more of a sharded base model than the outputs of its layers."""
+def check_plain(config: Any, setting: str, where: str, key: str) -> None:
+    """Raise `ConfigError` for an adapter that needs more of its base model than the outputs of its layers."""
     kind, bias = config.peft_type.value, getattr(config, "bias", "none")
     parts = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
     reasons = {
@@ -195,8 +270,8 @@ def check_sharded(config: Any) -> None:
     }
     if needs := [reason for reason, holds in reasons.items() if holds]:
         raise ConfigError(
-            f"run.shard is full, and the adapter has {', '.join(needs)}; with sharded weights an adapter must be plain "
-            "LoRA, which reads no weight of the model: change the adapter, or set run.shard: none"
+            f"{setting}, and the policy's adapter has {', '.join(needs)}; {where} an adapter must be plain LoRA, which "
+            f"reads no weight of the model: change the adapter, or leave out {key}"
         )
 
 

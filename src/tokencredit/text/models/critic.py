@@ -21,9 +21,11 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import is_sharded, whole
 from tokencredit.errors import ConfigError
 from tokencredit.learn.objective import CriticOutputs
+from tokencredit.learn.state import trainable
 from tokencredit.learn.value_heads import HistogramHead, ScaledHead
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.text.models.adapters import CRITIC, AdapterSwitch
 from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of, width
 from tokencredit.text.models.foreign_weights import find_head, head_layer
 from tokencredit.text.models.model_loading import (
@@ -55,6 +57,7 @@ class Critic(nn.Module):
         head: ScaledHead | HistogramHead,
         trunk: PreTrainedModel | None = None,
         *,
+        adapter: AdapterSwitch | None = None,
         detach: bool = False,
         tap: int | None = None,
         fitted: bool = False,
@@ -64,20 +67,26 @@ class Critic(nn.Module):
         Args:
             head: maps hidden states `[..., width]` to `[..., 1]`.
             trunk: a model without its output projection; None shares the policy's.
+            adapter: the adapters of the policy, one of which makes a trunk of its own of the policy's; None for none.
             detach: keep the gradient of the value loss out of the trunk, which freezes a trunk of its own.
             tap: number of the layer of a shared trunk that is read; None for the last states, after the final norm.
             fitted: its outputs are what a fit to scores of prefixes leaves of the values.
         """
         super().__init__()
         self.about = ({} if tap is None else {LAYERS: str(tap)}) | ({FITTED: "true"} if fitted else {})
-        self.trunk, self.head, self.detach, self.tap = trunk, head, detach, tap
+        self.trunk, self.head, self.detach, self.tap, self.adapter = trunk, head, detach, tap, adapter
         if trunk is not None and detach:
             trunk.requires_grad_(False)
 
     @property
     def shared(self) -> bool:
-        """True if it reads the policy's trunk."""
-        return self.trunk is None
+        """True if it reads the states of the policy's own pass."""
+        return self.trunk is None and self.adapter is None
+
+    def own_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Trainable parameters of its own trunk or adapter, and of its head."""
+        below = [] if self.adapter is None else self.adapter.critic_parameters()
+        return [*below, *(trainable(self.trunk) if self.trunk is not None else [])], trainable(self.head)
 
     @property
     def scale(self) -> Tensor | float:
@@ -116,6 +125,8 @@ class Critic(nn.Module):
         """Write the trunk, if it has its own, into a critic's folder; see `save_model`."""
         if self.trunk is not None:
             save_model(folder, self.trunk, writes)
+        elif self.adapter is not None and writes:
+            self.adapter.save_named(folder, CRITIC)
 
     def save_head(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the head into a critic's folder, and beside a trunk the tokenizer that it reads tokens of."""
@@ -188,6 +199,11 @@ class SavedCritic(NamedTuple):
     layer: str | None
     """The name of another library's head there."""
 
+    @property
+    def adapted(self) -> bool:
+        """True if it has an adapter on the policy's base."""
+        return self.layer is None and (self.folder / ADAPTER_CONFIG).is_file()
+
 
 def critic_folder(policy: str) -> str:
     """Name of the folder beside a policy's folder that holds its critic: `critic`, or for `best` `best-critic`."""
@@ -226,9 +242,15 @@ def saved_start(args: CriticConfig, model: ModelConfig) -> SavedCritic | None:
 
 
 def build_critic(
-    args: CriticConfig, model: ModelConfig, lm: PreTrainedModel, trunk: PreTrainedModel | None
+    args: CriticConfig,
+    model: ModelConfig,
+    lm: PreTrainedModel,
+    trunk: PreTrainedModel | None,
+    adapter: AdapterSwitch | None = None,
 ) -> tuple[Critic | None, list[str]]:
-    """The configured critic, if any, on a trunk of its own or the policy's, and notes on its origin.
+    """The configured critic, if any, and notes on its origin.
+
+    It has a trunk of its own, or the policy's with its own `adapter`, or reads the policy's.
 
     Raises:
         ConfigError: a saved head cannot be read, or `critic.layers` is more than the model has.
@@ -240,14 +262,15 @@ def build_critic(
     bins = BINS if args.loss == "histogram" else None
     size = width(trunk or lm) if tap is None else lm.config.get_text_config().hidden_size
     head = build_value_head(args.head, size, init, bins)
-    critic = Critic(head, trunk, detach=args.detach, tap=tap, fitted=args.prefix_every not in (0, "auto"))
+    fitted = args.prefix_every not in (0, "auto")
+    critic = Critic(head, trunk, adapter=adapter, detach=args.detach, tap=tap, fitted=fitted)
     saved = saved_start(args, model)
     if saved is None or args.init != "saved":
         return critic, []
     weights, about = load_head(saved)
     if saved.layer is not None:
         return critic, [begin_with(critic, args, saved, weights)]
-    kind_changed = saved.trunk is not None and trunk is None
+    kind_changed = (saved.trunk is not None and trunk is None) or saved.adapted != (adapter is not None)
     newly_cut = saved.trunk is None and trunk is not None and args.layers is not None
     shapes, own = ({key: x.shape for key, x in state.items()} for state in (weights, head.state_dict()))
     if kind_changed or newly_cut or about != critic.about or shapes != own:
@@ -318,10 +341,14 @@ def build_trunk(
         ConfigError: it cannot be loaded, has another vocabulary (by its tokenizer or, without one, by its size), has
             other layers than `critic.layers`.
     """
-    if args.kind != "separate":
+    if args.kind != "separate" or args.lora.rank:
         return None
     name, saved = args.name or model.name, saved_start(args, model)
     own = None if saved is None else saved.trunk
+    if saved is not None and saved.adapted:
+        raise ConfigError(
+            f"the critic saved in {saved.folder} is an adapter; set critic.lora.rank, or critic.init: zeros"
+        )
     if own is not None:
         trunk = load_saved_trunk(own, lm, model, sharding)
     elif args.name is not None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,14 +30,14 @@ from transformers.utils.hub import cached_file
 
 from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.distributed.sharding import whole
-from tokencredit.errors import ConfigError, NotInstalled, RunStopped
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.run_kind import is_path
 from tokencredit.text.models.architecture import trunk_of, weight_hash
 from tokencredit.text.models.foreign_weights import HEADS, WEIGHTS, read_weights
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
-from tokencredit.text.models.precision import in_float32, whole_weights
+from tokencredit.text.models.precision import in_float32, quantisation, refuse_quantised, whole_weights
 from tokencredit.text.models.sharded_loading import Sharding
 
 LOG = python_logging.getLogger("tokencredit")
@@ -308,50 +306,6 @@ def load_model(
     fuse_gelu(model)
     disable_noise(model, dropout=not args.dropout)
     return model
-
-
-def quantisation(kind: Any, name: str, args: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `kind.from_pretrained` for `model.quantization`, or for a model that was saved quantised.
-
-    Raises:
-        ConfigError: it is quantised by another library, both hold, or bitsandbytes is not installed.
-    """
-    saved, own = refuse_quantised(name, config), args.quantization if kind is AutoModelForCausalLM else None
-    if saved and kind is not AutoModelForCausalLM:
-        raise ConfigError(f"the weights of {name!r} are quantised, and it is to be trained whole; give dense weights")
-    if saved and own is not None:
-        raise ConfigError(
-            f"model.quantization is {own}, and the weights of {name!r} are quantised already; leave it out"
-        )
-    if not saved and own is None:
-        return {}
-    if find_spec("bitsandbytes") is None:
-        raise NotInstalled(
-            f"{name!r}, quantised," if saved else "model.quantization", "bitsandbytes", "tokencredit[quant]"
-        )
-    # Checked and adapted on the CPU, as others are; else Transformers would put it on a GPU.
-    options: dict[str, Any] = {"device_map": {"": "cpu"}}
-    if own == "nf4":
-        four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        options["quantization_config"] = BitsAndBytesConfig(**four)
-    elif own == "int8":
-        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    return options
-
-
-def refuse_quantised(name: str, config: Mapping[str, Any]) -> bool:
-    """True for the configuration of a model that bitsandbytes has quantised; `ConfigError` for another library's."""
-    saved = config.get("quantization_config")
-    if not saved:
-        return False
-    saved = saved if isinstance(saved, Mapping) else {}
-    method = str(getattr(saved.get("quant_method"), "value", saved.get("quant_method", "")))
-    if method.startswith("bitsandbytes") or saved.get("load_in_4bit") or saved.get("load_in_8bit"):
-        return True
-    raise ConfigError(
-        f"the weights of {name!r} are quantised{f' ({method})' * bool(method)}, and an adapter can only be trained on "
-        "those of bitsandbytes; give the model in float32, float16 or bfloat16, with model.quantization: nf4 or int8"
-    )
 
 
 @contextmanager

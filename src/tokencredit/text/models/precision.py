@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
+from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal
@@ -13,11 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tokencredit.distributed.processes import Processes
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.runs.folder import read_choices
+from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.text import PPOConfig
 
 Dtype = Literal["float32", "bfloat16"]
 CPU_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
@@ -148,7 +153,8 @@ def dense_weight(layer: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     weight = layer.weight
     if (state := getattr(weight, "quant_state", None)) is None:
         scale: Tensor = layer.state.SCB if weight.SCB is None else weight.SCB
-        return weight.data.to(dtype) * (scale / 127).to(dtype).unsqueeze(1)
+        codes: Tensor = weight.data
+        return codes.to(dtype) * (scale / 127).to(dtype).unsqueeze(1)
     state = copy(state)
     state.dtype = dtype
     dense: Tensor = dequantize_4bit(weight.data, state)
@@ -200,15 +206,16 @@ def in_float32(model: nn.Module) -> None:
 
 def dequantise(lm: PreTrainedModel) -> None:
     """Replace quantised layers by dense ones in float32, in place."""
-    for name, layer in quantised_layers(lm).items():
+    layers: dict[str, Any] = {**quantised_layers(lm)}
+    for name, layer in layers.items():
         dense, bias, kind = dense_weight(layer), layer.bias, getattr(layer, "source_cls", nn.Linear)
         rows, columns = dense.shape
         with torch.device("meta"):
-            module = Conv1D(rows, columns) if kind is Conv1D else nn.Linear(columns, rows, bias is not None)
+            module: Any = Conv1D(rows, columns) if kind is Conv1D else nn.Linear(columns, rows, bias is not None)
         module.weight = nn.Parameter(dense.T.contiguous() if kind is Conv1D else dense)
         module.bias = bias
         lm.set_submodule(name, module)
-    lm.hf_quantizer.remove_quantization_config(lm)
+    vars(lm)["hf_quantizer"].remove_quantization_config(lm)
     vars(lm).pop("_weight_conversions", None)  # which would read quantised weights, and cannot write them
     lm.requires_grad_(True)
 
@@ -225,3 +232,58 @@ def weights_in(parameters: Iterable[Tensor]) -> int:
     """Number of weights in parameters; 4-bit ones are stored two in a number."""
     states = ((p, getattr(p, "quant_state", None)) for p in parameters)
     return sum(p.numel() if state is None else state.shape.numel() for p, state in states)
+
+
+def quantisation(kind: Any, name: str, args: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `kind.from_pretrained` for `model.quantization`, or for a model that was saved quantised.
+
+    Raises:
+        ConfigError: it is quantised by another library, both hold, or bitsandbytes is not installed.
+    """
+    saved, own = refuse_quantised(name, config), args.quantization if kind is AutoModelForCausalLM else None
+    if saved and kind is not AutoModelForCausalLM:
+        raise ConfigError(f"the weights of {name!r} are quantised, and it is to be trained whole; give dense weights")
+    if saved and own is not None:
+        raise ConfigError(
+            f"model.quantization is {own}, and the weights of {name!r} are quantised already; leave it out"
+        )
+    if not saved and own is None:
+        return {}
+    if find_spec("bitsandbytes") is None:
+        raise NotInstalled(
+            f"{name!r}, quantised," if saved else "model.quantization", "bitsandbytes", "tokencredit[quant]"
+        )
+    # Checked and adapted on the CPU, as others are; else Transformers would put it on a GPU.
+    options: dict[str, Any] = {"device_map": {"": "cpu"}}
+    if own == "nf4":
+        four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        options["quantization_config"] = BitsAndBytesConfig(**four)
+    elif own == "int8":
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    return options
+
+
+def refuse_quantised(name: str, config: Mapping[str, Any]) -> bool:
+    """True for the configuration of a model that bitsandbytes has quantised; `ConfigError` for another library's."""
+    saved = config.get("quantization_config")
+    if not saved:
+        return False
+    saved = saved if isinstance(saved, Mapping) else {}
+    method = str(getattr(saved.get("quant_method"), "value", saved.get("quant_method", "")))
+    if method.startswith("bitsandbytes") or saved.get("load_in_4bit") or saved.get("load_in_8bit"):
+        return True
+    raise ConfigError(
+        f"the weights of {name!r} are quantised{f' ({method})' * bool(method)}, and an adapter can only be trained on "
+        "those of bitsandbytes; give the model in float32, float16 or bfloat16, with model.quantization: nf4 or int8"
+    )
+
+
+def check_quantised(args: PPOConfig, lm: PreTrainedModel) -> None:
+    """Raise `ConfigError` for a setting that needs dense weights, if those of the policy are quantised."""
+    needs = {"model.compile": (True, "false"), "run.shard": ("full", "none"), "rollout.engine": ("vllm", "local")}
+    for key, (value, instead) in needs.items() if quantised_layers(lm) else ():
+        if (group := attrgetter(key)(args)) == value:
+            raise ConfigError(
+                f"{key} is {str(group).lower()}, and the weights of {args.model.name!r} are quantised, which goes "
+                f"without it; set {key}: {instead}, or train dense weights"
+            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from shutil import which as find_program
 from typing import Any
@@ -24,9 +23,9 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.run_kind import ModelSource
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.adapters import build_adapter
+from tokencredit.text.models.adapters import AdapterSwitch, build_adapter
 from tokencredit.text.models.architecture import width
-from tokencredit.text.models.critic import build_critic, build_trunk, save_model, saved_critic
+from tokencredit.text.models.critic import build_critic, build_trunk, save_model, saved_critic, saved_start
 from tokencredit.text.models.model_checks import check_checkpointing, check_critic, check_policy
 from tokencredit.text.models.model_loading import (
     bars_on_terminals,
@@ -39,7 +38,13 @@ from tokencredit.text.models.model_loading import (
     max_prompt_length,
 )
 from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
-from tokencredit.text.models.precision import Precision, choose_precision, quantised_layers, round_frozen
+from tokencredit.text.models.precision import (
+    Precision,
+    check_quantised,
+    choose_precision,
+    quantised_layers,
+    round_frozen,
+)
 from tokencredit.text.models.sharded_loading import Sharding, distributed_config
 
 
@@ -173,17 +178,6 @@ def build_models(
     return Models(policy, reference, tokenizer, precision, [*precision.notes, *notes], in_step)
 
 
-def check_quantised(args: PPOConfig, lm: PreTrainedModel) -> None:
-    """Raise `ConfigError` for a setting that needs dense weights, if those of the policy are quantised."""
-    needs = {"model.compile": (True, "false"), "run.shard": ("full", "none"), "rollout.engine": ("vllm", "local")}
-    for key, (value, instead) in needs.items() if quantised_layers(lm) else ():
-        if (group := attrgetter(key)(args)) == value:
-            raise ConfigError(
-                f"{key} is {str(group).lower()}, and the weights of {args.model.name!r} are quantised, which goes "
-                f"without it; set {key}: {instead}, or train dense weights"
-            )
-
-
 def _rounds_policy(args: PPOConfig, policy: ActorCritic, precision: Precision) -> bool:
     """True if the weights under a policy's adapter can be in bfloat16: on a GPU, and where passes have autocast."""
     adapter, on_gpu = policy.adapter, precision.device.type == "cuda"
@@ -227,23 +221,39 @@ def build_policy(
         if part is not None and how is not None:
             how.apply(part)
     adapter = build_adapter(lm, model, peft_config)
-    values, notes = build_critic(critic, model, lm, trunk)
+    if shares := bool(critic.lora.rank):
+        add_critic(critic, model, adapter)
+    values, notes = build_critic(critic, model, lm, trunk, adapter if shares else None)
     if values is not None:
         check_critic(critic.name or model.name, ActorCritic(lm, values), critic.layers)
     if model.gradient_checkpointing:
         for part in filter(None, (lm, trunk)):
-            enable_checkpointing(part)
+            enable_checkpointing(part, adapter if shares else None)
         if not model.dropout:
             check_checkpointing(model.name, ActorCritic(lm))
     return ActorCritic(lm, values, adapter=adapter, compiled=model.compile), notes
 
 
-def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Switch on a model's gradient checkpointing; `ConfigError` if it has none."""
+def add_critic(critic: CriticConfig, model: ModelConfig, adapter: AdapterSwitch | None) -> None:
+    """Add the critic's adapter to those of the policy; `ConfigError` if the policy has none, and so no frozen base."""
+    if adapter is None:
+        raise ConfigError(
+            f"critic.lora.rank is {critic.lora.rank}, and all weights of the policy are trained, so that there is no "
+            "frozen base to share; set model.lora.rank, or leave it out"
+        )
+    saved = saved_start(critic, model)
+    adapter.add_critic(critic.lora, saved.folder if saved is not None and saved.adapted else None)
+
+
+def enable_checkpointing(model: PreTrainedModel, adapter: AdapterSwitch | None = None) -> None:
+    """Switch on a model's gradient checkpointing; `ConfigError` if it has none.
+
+    With several adapters on it, a layer is recomputed with the one that it had.
+    """
     # Newer versions of Transformers deprecate the second name.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     try:
-        enable({"use_reentrant": False})
+        enable({"use_reentrant": False} | ({} if adapter is None else {"context_fn": adapter.recomputation}))
     except ValueError as error:
         raise ConfigError(f"model.gradient_checkpointing is true: {error} Leave it out") from error
 
@@ -349,7 +359,8 @@ def load_run_models(
     # A trained adapter is loaded from its folder, so no new one is made, and nothing is trained here.
     plain = replace(args.model, lora=LoraConfig(), gradient_checkpointing=False, compile=False)
     model = plain if which == "base" else replace(plain, name=str(run / which), adapter="continue")
-    values = args.critic if critic else CriticConfig(kind="none")
+    adapted = which == "base" and args.critic.lora.rank  # the base has no adapter beside which the critic's could be
+    values = args.critic if critic and not adapted else CriticConfig(kind="none")
     if which != "base" and values.ours:
         every = read_choices(run).get("critic.prefix_every", values.prefix_every)
         values = replace(values, name=None, init="saved", prefix_every=every)

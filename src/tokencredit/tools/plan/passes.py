@@ -7,10 +7,11 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -18,9 +19,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.pytorch_utils import Conv1D
 
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.distributed.processes import Processes
+from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.learn.training_mode import disable_noise, training, training_modules
 from tokencredit.settings.data import ClassifierTerm, RewardModelTerm
 from tokencredit.settings.model import ModelConfig
@@ -29,13 +32,13 @@ from tokencredit.text.data.prefixes import work as weights
 from tokencredit.text.engines.local.sampling import Decoding
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding, static_obstacle
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
-from tokencredit.text.models.adapters import add_adapter, lora_config
+from tokencredit.text.models.adapters import AdapterSwitch, add_adapter, lora_config
 from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of
 from tokencredit.text.models.critic import build_critic, saved_start
 from tokencredit.text.models.kv_cache import steps_of
 from tokencredit.text.models.model_loading import as_config_error, base_model, fuse_gelu, read_tokenizer, resolve
 from tokencredit.text.models.peft_models import saved_config
-from tokencredit.text.models.precision import Precision, round_frozen
+from tokencredit.text.models.precision import Precision, in_float32, round_frozen
 from tokencredit.text.models.run_models import Models, enable_checkpointing
 from tokencredit.text.ppo_learner import build_learner
 from tokencredit.text.rewards.reward_models import context, may_share
@@ -52,17 +55,52 @@ def build_skeletons(work: Work) -> tuple[ActorCritic, ActorCritic | None]:
         reference = ActorCritic(causal_lm(work.lm_config, config.model)).requires_grad_(False)
         if rounds:
             round_frozen(reference.lm)
-    trunk = critic_trunk(work) if args.kind == "separate" else None
+    shares = bool(args.lora.rank)
+    trunk, switch = critic_trunk(work) if args.kind == "separate" and not shares else None, None
+    quantise(lm, config.model.quantization)
     if adapter is not None:
         add_adapter(lm, adapter, "model.lora")
+        switch = AdapterSwitch(lm) if shares else None
         if rounds and work.device == "cuda":
             round_frozen(lm)
+    elif config.model.quantization is not None or shares:
+        key = "critic.lora.rank" if shares else "model.quantization"
+        raise ConfigError(f"{key} is set, and the policy has no adapter; set model.lora.rank")
+    if switch is not None:
+        switch.add_critic(args.lora)
     if config.model.gradient_checkpointing:
         for part in filter(None, (lm, trunk)):
-            enable_checkpointing(part)
+            enable_checkpointing(part, switch)
     init = "zeros" if args.init == "saved" else args.init
-    critic, _ = build_critic(replace(args, name=None, init=init), config.model, lm, trunk)
+    critic, _ = build_critic(replace(args, name=None, init=init), config.model, lm, trunk, switch)
     return ActorCritic(lm, critic), reference
+
+
+def quantise(lm: PreTrainedModel, kind: str | None) -> None:
+    """Quantise the linear layers of a model, except for the output projection, as `model.quantization` does."""
+    if kind is None:
+        return
+    if find_spec("bitsandbytes") is None:
+        raise NotInstalled("model.quantization", "bitsandbytes", "tokencredit[quant]")
+    from bitsandbytes import nn as quantised
+
+    head = lm.get_output_embeddings()
+    for name, layer in [*lm.named_modules()]:
+        if layer is head or not isinstance(layer, nn.Linear | Conv1D):
+            continue
+        weight: Any = layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
+        rows, columns = weight.shape
+        if kind == "nf4":
+            new: Any = quantised.Linear4bit(columns, rows, layer.bias is not None, quant_type="nf4", device="meta")
+            new.weight = quantised.Params4bit(weight, quant_type="nf4", compress_statistics=True).to(weight.device)
+        else:
+            new = quantised.Linear8bitLt(columns, rows, layer.bias is not None, has_fp16_weights=False, device="meta")
+            new.weight = quantised.Int8Params(weight, requires_grad=False).to(weight.device)
+        new.bias = layer.bias
+        lm.set_submodule(name, new)
+    in_float32(lm.eval())
+    mark = {"is_loaded_in_4bit": kind == "nf4", "is_loaded_in_8bit": kind == "int8"}
+    vars(lm).update(mark)  # by which PEFT knows the layers
 
 
 def causal_lm(sizes: Any, args: ModelConfig, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:

@@ -1,0 +1,135 @@
+"""A separate critic as a second adapter on the policy's frozen base."""
+
+import pytest
+import torch
+
+from helpers.files import read_metrics
+from helpers.proofs import proofs
+from tokencredit.errors import ConfigError
+from tokencredit.learn.training_mode import checkpointing_modules, training
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.models.adapters import CRITIC
+from tokencredit.text.models.model_checks import example_inputs
+from tokencredit.text.models.run_models import build_policy, load_start
+from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.tools.load_run import load
+
+pytest.importorskip("peft")
+ADAPTER = CriticConfig(kind="separate", lora=LoraConfig(rank=2), init="default")
+
+
+def policy_of(folder, critic=ADAPTER, **model):
+    torch.manual_seed(1)
+    args = ModelConfig(name=str(folder), **{"lora": LoraConfig(rank=4)} | model)
+    lm, tokenizer = load_start(args)
+    policy, _ = build_policy(lm, tokenizer, args, critic)
+    for parameter in lm.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.3)
+    return policy
+
+
+def outputs(policy):
+    inputs = example_inputs(policy.lm.config.vocab_size, policy.lm.device)
+    return policy(inputs, 1.0, policy_loss=None)
+
+
+def test_policy_critic_and_reference_are_one_base_and_two_adapters(model_folders):
+    policy = policy_of(model_folders["llama"])
+    assert policy.adapter.hold_reference()
+    before = outputs(policy)
+    with policy.adapter.reference(), torch.no_grad():
+        reference = policy.logprobs(example_inputs(policy.lm.config.vocab_size, policy.lm.device), 1.0)[0]
+    below, _ = policy.critic.own_parameters()
+    for parameter in below:
+        parameter.data.normal_(std=0.5)
+    after = outputs(policy)
+    assert torch.equal(after.logprobs, before.logprobs), "the policy does not read the critic's adapter"
+    assert (after.values - before.values).abs().max() > 1e-3
+    names = {name for name, p in policy.lm.named_parameters() if p.requires_grad}
+    assert {CRITIC in name for name in names} == {True, False}
+    with policy.adapter.reference(), torch.no_grad():
+        again = policy.logprobs(example_inputs(policy.lm.config.vocab_size, policy.lm.device), 1.0)[0]
+    assert torch.equal(again, reference)
+    assert {name for name, p in policy.lm.named_parameters() if p.requires_grad} == names
+    policy.critic_outputs(example_inputs(policy.lm.config.vocab_size, policy.lm.device)).values.sum().backward()
+    trained = {name for name, p in policy.named_parameters() if p.grad is not None}
+    assert trained
+    assert all(CRITIC in name or name.startswith("critic.head") for name in trained)
+
+
+def test_a_checkpointed_layer_is_recomputed_with_its_adapter(model_folders):
+    """The backward pass comes when the policy's adapter is on again."""
+    gradients = []
+    for checkpointing in (False, True):
+        policy = policy_of(model_folders["llama"], gradient_checkpointing=checkpointing)
+        inputs = example_inputs(policy.lm.config.vocab_size, policy.lm.device)
+        with training(checkpointing_modules(policy)):
+            results = policy(inputs, 1.0, policy_loss=Sum())
+            (results.policy_loss + results.values.square().sum()).backward()
+        gradients.append({name: p.grad for name, p in policy.named_parameters() if p.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4)
+
+
+class Sum:
+    additive = True
+
+    def __call__(self, now, at):
+        return now.logprobs.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"critic.epochs": 1, "critic.coef": 0}, *proofs({"model.dtype": "bfloat16"})])
+def test_a_run_saves_its_critic_and_another_goes_on_with_it(more, model_folders, tmp_path):
+    keys = {"critic.kind": "separate", "critic.lora.rank": 2, "critic.lr": 0.01, "model.dtype": "float32"} | more
+    keys |= {"reward": [{"function": "length"}], "prompts.text": "A film", "optim.lr": 0.01, "optim.warmup": 0}
+    keys |= {"rollout.batch_size": 8, "rollout.max_new_tokens": 6, "ppo.minibatches": 2}
+
+    def trainer(name, folder, **own):
+        args = PPOConfig.from_dict(keys | {"model.name": str(name), "run.dir": str(folder), "run.iterations": 2} | own)
+        return PPOTrainer(args=args)
+
+    first = trainer(model_folders["llama"], tmp_path / "first", **{"model.lora.rank": 4})
+    rates = {group["metric"]: len(group["params"]) for group in first.learner.optimizer.param_groups}
+    assert rates == {"lr": 28, "trunk_lr": 28, "value_lr": 4}
+    first.train()
+    assert first.reference is first.policy
+    assert all(row["first_ratio_error"] < 1e-4 for row in read_metrics(tmp_path / "first"))
+    files = {file.name for file in (tmp_path / "first" / "critic").iterdir()}
+    assert files >= {"adapter_model.safetensors", "adapter_config.json", "value_head.safetensors"}
+    assert not list((tmp_path / "first" / "policy").glob("value_head*"))
+    second = trainer(tmp_path / "first" / "policy", tmp_path / "second")
+    assert any("the critic continues from" in note for note in second.notes)
+    pairs = zip(*(trainer.policy.critic.own_parameters()[0] for trainer in (first, second)), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    inputs = example_inputs(first.policy.lm.config.vocab_size, first.policy.lm.device)
+    with torch.no_grad():
+        expected = first.policy.critic_outputs(inputs).values
+        assert torch.equal(load(tmp_path / "first").model.critic_outputs(inputs).values, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"critic.kind": "shared"}, r"critic\.lora\.rank is 2, and critic\.kind is shared; .* change one of them"),
+        ({"critic.layers": 1}, r"critic\.lora\.rank is 2, and critic\.layers is 1"),
+        ({"critic.detach": True}, r"critic\.lora\.rank is 2, and critic\.detach is true"),
+    ],
+)
+def test_settings_that_do_not_go_with_it_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig.from_dict({"critic.kind": "separate", "critic.lora.rank": 2} | changes)
+
+
+def test_it_needs_a_plain_adapter_of_the_policy(model_folders):
+    from peft import LoraConfig as Peft
+
+    with pytest.raises(ConfigError, match=r"no frozen base to share; set model\.lora\.rank"):
+        policy_of(model_folders["llama"], lora=LoraConfig())
+    args = ModelConfig(name=str(model_folders["llama"]))
+    lm, tokenizer = load_start(args)
+    with pytest.raises(ConfigError, match=r"the policy's adapter has use_dora; .*leave out critic\.lora"):
+        build_policy(lm, tokenizer, args, ADAPTER, Peft(r=2, target_modules=["q_proj"], use_dora=True))
