@@ -17,13 +17,11 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreT
 from transformers.utils.hub import cached_file
 
 from tokencredit.core.losses import histogram_values
-from tokencredit.distributed.processes import Processes
-from tokencredit.distributed.sharding import is_sharded, whole
+from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError
 from tokencredit.learn.objective import CriticOutputs
 from tokencredit.learn.state import trainable
 from tokencredit.learn.value_heads import HistogramHead, ScaledHead
-from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models.adapters import CRITIC, AdapterSwitch
 from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of, width
@@ -38,7 +36,7 @@ from tokencredit.text.models.model_loading import (
 )
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, attached, merge, saved_config
 from tokencredit.text.models.precision import dequantise, quantised_layers
-from tokencredit.text.models.sharded_loading import Sharding
+from tokencredit.text.models.sharded_loading import Sharding, save_model
 
 HEAD_FILE = "value_head.safetensors"
 """File of a saved critic's head in its folder, which is also the model folder of a trunk of its own."""
@@ -161,31 +159,6 @@ def build_value_head(
         if init == "orthogonal" or (init == "zeros" and layer is last):
             nn.init.zeros_(layer.bias)
     return ScaledHead(*layers) if bins is None else HistogramHead(last if kind == "linear" else nn.Sequential(*layers))
-
-
-def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:
-    """Write a model's folder; of a sharded model every process calls this, and one of them `writes`.
-
-    That one gathers all weights in the memory of its CPU.
-    """
-    if not is_sharded(model):
-        if writes:
-            model.save_pretrained(folder)
-        return
-    tensors: dict[int, Tensor] = {}
-    state = model.state_dict(keep_vars=True)
-    for x in state.values():
-        if id(x) not in tensors:  # tied ones stay so
-            gathered = whole(x.detach())
-            tensors[id(x)] = gathered.cpu() if writes else x
-    with Processes().agreed(OSError), safetensors_errors(folder):  # others would begin to gather the next model
-        if not writes:
-            return
-        sharded = vars(model.config).pop("distributed_config", None)  # or Transformers would gather them again
-        try:
-            model.save_pretrained(folder, state_dict={name: tensors[id(x)] for name, x in state.items()})
-        finally:
-            model.config.distributed_config = sharded
 
 
 class SavedCritic(NamedTuple):

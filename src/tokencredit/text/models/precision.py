@@ -138,7 +138,8 @@ def choose_for_device(device: torch.device) -> tuple[bool, str]:
 
 def is_quantised(module: nn.Module) -> bool:
     """True for a linear layer of bitsandbytes with 4-bit or 8-bit weights."""
-    return type(module._parameters.get("weight")).__name__ in ("Params4bit", "Int8Params")
+    weight = module._parameters.get("weight")
+    return type(weight).__name__ in ("Params4bit", "Int8Params") or hasattr(weight, "quant_state")
 
 
 def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -148,6 +149,9 @@ def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def dense_weight(layer: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight `[out, in]` of a quantised layer, dequantised."""
+    if hasattr(layer, "dense"):  # in a plan
+        zeros: Tensor = layer.dense(dtype)
+        return zeros
     from bitsandbytes.functional import dequantize_4bit
 
     weight = layer.weight

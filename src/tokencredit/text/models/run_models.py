@@ -25,7 +25,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.adapters import AdapterSwitch, build_adapter
 from tokencredit.text.models.architecture import width
-from tokencredit.text.models.critic import build_critic, build_trunk, save_model, saved_critic, saved_start
+from tokencredit.text.models.critic import build_critic, build_trunk, saved_critic, saved_start
 from tokencredit.text.models.model_checks import check_checkpointing, check_critic, check_policy
 from tokencredit.text.models.model_loading import (
     bars_on_terminals,
@@ -45,7 +45,7 @@ from tokencredit.text.models.precision import (
     quantised_layers,
     round_frozen,
 )
-from tokencredit.text.models.sharded_loading import Sharding, distributed_config
+from tokencredit.text.models.sharded_loading import Sharding, distributed_config, save_model
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoConfig, PreTrainedModel
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.distributed.sharding import allow_within, is_sharded, join_tied, shard
+from tokencredit.distributed.sharding import allow_within, is_sharded, join_tied, shard, whole
 from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.model import ModelConfig, ShardingConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.architecture import layer_lists, trunk_of
@@ -131,6 +133,31 @@ class Sharding:
         if (with_plan := distributed_config()) is not None:  # with which `save_pretrained` gathers weights
             plan = ShardingPlan(dict.fromkeys(names, GATHERED_ALONE))
             model.config.distributed_config = with_plan(fsdp_size=self.processes.count, fsdp_plan=plan)
+
+
+def save_model(folder: Path, model: PreTrainedModel, writes: bool) -> None:
+    """Write a model's folder; of a sharded model every process calls this, and one of them `writes`.
+
+    That one gathers all weights in the memory of its CPU.
+    """
+    if not is_sharded(model):
+        if writes:
+            model.save_pretrained(folder)
+        return
+    tensors: dict[int, Tensor] = {}
+    state = model.state_dict(keep_vars=True)
+    for x in state.values():
+        if id(x) not in tensors:  # tied ones stay so
+            gathered = whole(x.detach())
+            tensors[id(x)] = gathered.cpu() if writes else x
+    with Processes().agreed(OSError), safetensors_errors(folder):  # others would begin to gather the next model
+        if not writes:
+            return
+        sharded = vars(model.config).pop("distributed_config", None)  # or Transformers would gather them again
+        try:
+            model.save_pretrained(folder, state_dict={name: tensors[id(x)] for name, x in state.items()})
+        finally:
+            model.config.distributed_config = sharded
 
 
 def distributed_config() -> Any:

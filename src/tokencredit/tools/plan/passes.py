@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tokencredit.core.vocab_projection import TokenStats
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import disable_noise, training, training_modules
 from tokencredit.settings.data import ClassifierTerm, RewardModelTerm
 from tokencredit.settings.model import ModelConfig
@@ -38,7 +38,7 @@ from tokencredit.text.models.critic import build_critic, saved_start
 from tokencredit.text.models.kv_cache import steps_of
 from tokencredit.text.models.model_loading import as_config_error, base_model, fuse_gelu, read_tokenizer, resolve
 from tokencredit.text.models.peft_models import saved_config
-from tokencredit.text.models.precision import Precision, in_float32, round_frozen
+from tokencredit.text.models.precision import Precision, dense_forward, round_frozen
 from tokencredit.text.models.run_models import Models, enable_checkpointing
 from tokencredit.text.ppo_learner import build_learner
 from tokencredit.text.rewards.reward_models import context, may_share
@@ -80,27 +80,31 @@ def quantise(lm: PreTrainedModel, kind: str | None) -> None:
     """Quantise the linear layers of a model, except for the output projection, as `model.quantization` does."""
     if kind is None:
         return
-    if find_spec("bitsandbytes") is None:
-        raise NotInstalled("model.quantization", "bitsandbytes", "tokencredit[quant]")
-    from bitsandbytes import nn as quantised
-
     head = lm.get_output_embeddings()
     for name, layer in [*lm.named_modules()]:
-        if layer is head or not isinstance(layer, nn.Linear | Conv1D):
-            continue
-        weight: Any = layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
-        rows, columns = weight.shape
-        if kind == "nf4":
-            new: Any = quantised.Linear4bit(columns, rows, layer.bias is not None, quant_type="nf4", device="meta")
-            new.weight = quantised.Params4bit(weight, quant_type="nf4", compress_statistics=True).to(weight.device)
-        else:
-            new = quantised.Linear8bitLt(columns, rows, layer.bias is not None, has_fp16_weights=False, device="meta")
-            new.weight = quantised.Int8Params(weight, requires_grad=False).to(weight.device)
-        new.bias = layer.bias
-        lm.set_submodule(name, new)
-    in_float32(lm.eval())
-    mark = {"is_loaded_in_4bit": kind == "nf4", "is_loaded_in_8bit": kind == "int8"}
-    vars(lm).update(mark)  # by which PEFT knows the layers
+        if layer is not head and isinstance(layer, nn.Linear | Conv1D):
+            lm.set_submodule(name, Codes(layer, {"nf4": 4, "int8": 8}[kind]))
+
+
+class Codes(nn.Linear):
+    """A linear layer that takes the memory of a quantised one, and dequantises to zeros."""
+
+    def __init__(self, layer: nn.Linear | Conv1D, bits: int):
+        """Replace a layer."""
+        rows, columns = (layer.weight.T if isinstance(layer, Conv1D) else layer.weight).shape
+        super().__init__(columns, rows, bias=False, device="meta")
+        codes = torch.zeros(rows * columns * bits // 8, dtype=torch.uint8, device=layer.weight.device)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        vars(self.weight)["quant_state"] = SimpleNamespace(shape=torch.Size((rows, columns)))
+        self.bias = layer.bias
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Zeros in the place of its dequantised weight."""
+        return torch.zeros(self.out_features, self.in_features, dtype=dtype, device=self.weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The pass of a quantised layer."""
+        return dense_forward(self, x)
 
 
 def causal_lm(sizes: Any, args: ModelConfig, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
