@@ -113,9 +113,8 @@ class PPOTrainer(LoopByHand):
         rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "tools": tools or None}
         loaded = {"model": None if isinstance(model, str) else model, "processing_class": processing_class}
         others = {"environment_factory": environment_factory, "peft_config": peft_config}
-        given = given_parts(
-            args, {"reward_funcs": reward_funcs, "callbacks": callbacks or None} | rows | loaded | others
-        )
+        own = {"callbacks": callbacks or None} | loaded
+        given = given_parts(args, {"reward_funcs": reward_funcs} | rows | others | own)
         refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.loaded = load_parts(args)  # with a user's functions in place of their names
         self.processes = Processes(args.run.timeout)
