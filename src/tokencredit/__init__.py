@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from tokencredit.text.offline.offline_trainer import OfflineTrainer as OfflineTrainer
     from tokencredit.text.ppo_trainer import PPOTrainer as PPOTrainer
     from tokencredit.text.rewards.calls import Term as Term
+    from tokencredit.tools.check_run import check as check
     from tokencredit.tools.load_run import load as load
 
     __version__: str

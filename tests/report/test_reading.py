@@ -301,12 +301,14 @@ def test_every_kept_completion_is_in_the_tables(copy):
     """Parquet files come before samples.jsonl; a field that is not in all of them is missing elsewhere."""
     run, folder = read_run(copy), RunFolder(str(copy))
     records = [{**sample, "terms": {"fit": 0.5}} for sample in run.samples]
-    records[0] = {name: value for name, value in records[0].items() if name != "values"} | {"message": "hello"}
+    records[0] = {name: value for name, value in records[0].items() if name != "values"} | {
+        "messages": [{"role": "user", "content": "hello"}]
+    }
     for number in (1, 2, 3):
         folder.write_completions(number, [sample for sample in records if sample["iteration"] == number] * 2)
     samples, tokens = run.frame("samples"), run.frame("tokens")
     assert len(samples) == 2 * len(records)
-    assert samples.message.notna().sum() == 2
+    assert samples.messages.notna().sum() == 2
     assert samples["reward/fit"].tolist() == [0.5] * len(samples)
     assert tokens["values"].isna().sum() == 2 * len(records[0]["tokens"])
     assert tokens.advantages.sum() == pytest.approx(2 * sum(sum(sample["advantages"]) for sample in records))

@@ -192,13 +192,19 @@ def test_the_columns_are_explained_once(terminal):
     assert shown(tables, terminal).count("the completion's score") == 1
 
 
+def asked(text):
+    """A conversation's messages, as samples.jsonl has them."""
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_conversation_is_shown_by_its_last_message(terminal):
-    rows = [sample("Paris.") | {"prompt": "<|im_start|>user\nWhere?<|im_end|>", "message": "Where\x1b?\n"}]
+    rows = [sample("Paris.") | {"prompt": "<|im_start|>user\nWhere?<|im_end|>", "messages": asked("Where\x1b?\n")}]
     out = shown(lambda screen: screen.samples(10, rows), terminal)
     assert "im_start" not in out
-    assert r"Where\x1b? → Paris." in out
-    long = [rows[0] | {"message": "a" * 1000}]
+    assert "user › Where\\x1b?" in out
+    assert "assistant › Paris." in out
+    long = [rows[0] | {"messages": asked("a" * 1000)}]
     assert 100 < shown(lambda screen: screen.samples(10, long), terminal).count("a") < 300
 
 

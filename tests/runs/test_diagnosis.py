@@ -658,6 +658,6 @@ def test_plain_prompts_that_are_answered_with_nothing_are_named_at_once():
     (found,) = diagnose(rows, CONFIG, ended=False)
     assert found.name == "ends_at_once"
     assert "conversations" in found.cures[0]
-    answers = [completion("yes", [1, 2], 0.5, message="Is it so?")]
+    answers = [completion("yes", [1, 2], 0.5, messages=[{"role": "user", "content": "Is it so?"}])]
     assert names(rows, CONFIG, ended=False, samples=answers) == [], "a conversation may have a short answer"
     assert names([row | {"length": 3.0} for row in rows], CONFIG, ended=False) == []

@@ -53,7 +53,9 @@ def test_a_transcript_says_who_speaks_and_how_it_ended():
     assert [line.text for line in transcript(sample) if line.acted] == ["assistant › look", "assistant › run"]
     assert written(sample) == ["look", "run"]
     assert "tool › a tree an…" in texts(sample, most=10)
-    assert texts(sample | {"message": "Where now?"}, most=10)[0] == "prompt › Where now?"
+    asked = [{"role": "system", "content": "Go."}, {"role": "user", "content": "Where › now?"}]
+    assert texts(sample | {"messages": asked}, most=12)[0] == r"user › Where \u203a now?"
+    assert texts(sample | {"messages": asked})[:2] == ["system › Go.", r"user › Where \u203a now?"]
 
 
 def test_a_transcript_needs_no_numbers():

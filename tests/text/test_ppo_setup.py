@@ -248,7 +248,7 @@ def test_a_conversation_is_recorded_and_shown_by_its_last_user_message(tmp_path,
     out = capsys.readouterr().out
     assert "prompts  3 of train_dataset; the first: How was the film?" in out.splitlines()
     assert "[user]" not in out
-    assert "How was the film? → " in out
+    assert "user › How was the film?" in out
     kept = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [sample["message"] for sample in kept] == [*QUESTIONS, QUESTIONS[0]]
     assert kept[0]["prompt"] == "[user] How was the film?\n[assistant]"

@@ -382,14 +382,21 @@ def test_a_peft_configuration_from_python(model_folders, tmp_path):
     assert all("q_proj.lora_" in name for name in trained)
 
 
-def test_an_unreachable_hub_keeps_the_trained_policy(tmp_path):
+def test_an_unreachable_hub_keeps_the_trained_policy(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"push_to_hub is 'not/a/name'; it must be a name such as me/policy"):
+        PPOTrainer(
+            args=small(tmp_path / "no", run=RunConfig(dir=str(tmp_path / "no"), push_to_hub="not/a/name"))
+        ).train()
+    monkeypatch.setattr("tokencredit.text.ppo_trainer.check_push", str)
     run = RunConfig(dir=str(tmp_path / "run"), iterations=1, push_to_hub="not/a/name")
     with pytest.raises(RunStopped, match=r"could not upload to run\.push_to_hub 'not/a/name'.*the policy is in"):
         PPOTrainer(args=small(tmp_path / "run", run=run)).train()
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
-def test_an_interrupted_run_is_not_uploaded_and_says_how_to_resume(tmp_path, capsys):
+def test_an_interrupted_run_is_not_uploaded_and_says_how_to_resume(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tokencredit.text.ppo_trainer.check_push", str)
+
     class Interrupt(Callback):
         def before_update(self, trainer):
             signal.raise_signal(signal.SIGINT)

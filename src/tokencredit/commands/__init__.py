@@ -9,10 +9,9 @@ from tokencredit.commands import label, migrate, run_reports, train, use_model
 from tokencredit.commands.command_line import Options, Parser, config_parser
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
-from tokencredit.settings.text import PPOConfig
 
 COMMANDS: dict[str, tuple[Callable[[], Parser], Callable[[Options], None]]] = {
-    "train": (partial(config_parser, PPOConfig), train.train),
+    "train": (train.train_parser, train.train),
     "plan": (train.plan_parser, train.plan),
     "control": (partial(config_parser, ControlConfig), train.control),
     "sft": (partial(config_parser, SFTConfig), partial(train.offline, SFTConfig)),

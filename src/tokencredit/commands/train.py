@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,17 +17,20 @@ from tokencredit.commands.command_line import (
     Options,
     Parser,
     checked,
+    config_parser,
     new_command,
     to_config,
 )
 from tokencredit.commands.jobs import training
 from tokencredit.commands.settings_help import json_schema
 from tokencredit.distributed.signals import raising_interrupt
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import check_new_file, read_parts
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import refuse_unused
+from tokencredit.settings.fields import refuse_unused, settings_of
 from tokencredit.settings.offline import OfflineSettings
+from tokencredit.settings.reader import grouped
 from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, configure, refuse_python
 from tokencredit.settings.text import PPOConfig
 from tokencredit.tools.load_run import require_gymnasium
@@ -38,8 +42,60 @@ if TYPE_CHECKING:
 TrainingCommand = Literal["train", "control", "sft", "reward-model", "dpo"]
 
 
+def train_parser() -> Parser:
+    """The parser of `tokencredit train`."""
+    parser = config_parser(PPOConfig)
+    parser.add_argument(
+        "--check", action="store_true", help="Check all that can be known before the first rollout, and train nothing."
+    )
+    return parser
+
+
+def check_run(options: Options) -> None:
+    """Run `tokencredit train --check`; `RunStopped` if something must be changed."""
+    if options.resume is not None:
+        raise ConfigError("--check and --resume are both given; leave one of them out")
+    refused = list[str]()
+    # A setting that is refused is listed and left out, so that the others are checked too.
+    while True:
+        try:
+            config = to_config(options, PPOConfig)
+            refuse_objects(config, options)
+            break
+        except ConfigError as error:
+            refused.append(str(error))
+            given = leaves(options.settings)
+            named = [key for key in given if re.search(rf"(?<![\w.]){re.escape(key)}\b", str(error))]
+            if not named:
+                raise
+            options.settings = grouped(PPOConfig, [x for x in given.items() if x[0] not in named])
+    from transformers.utils.logging import disable_progress_bar
+
+    from tokencredit.tools.check_run import Finding, check
+
+    disable_progress_bar()
+    findings = [*(Finding("error", "settings", text) for text in refused), *check(config)]
+    for state, part, text in findings:
+        if not (refused and part == "settings" and state == "ok"):
+            print(f"{state:<8} {part:<9} {visible(text)}")
+    if failed := sum(state == "error" for state, *_ in findings):
+        raise RunStopped(f"{failed} of these must be changed before this run can start")
+
+
+def leaves(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by groups as a dict of whole keys."""
+    groups = {key for key, x in settings_of(PPOConfig).items() if is_dataclass(x.hint)}
+    pairs = {f"{name}.{key}": x for name in groups & settings.keys() for key, x in (settings[name] or {}).items()}
+    inner = {key: x for key, x in pairs.items() if key not in groups}
+    lora = {f"{key}.{last}": x for key in groups & pairs.keys() for last, x in (pairs[key] or {}).items()}
+    return {key: x for key, x in settings.items() if key not in groups} | inner | lora
+
+
 def train(options: Options) -> None:
     """Run `tokencredit train`."""
+    if options.check:
+        check_run(options)
+        return
     resume = options.resume is not None
     config = to_config(options, PPOConfig)
     refuse_other_folder(config, options)

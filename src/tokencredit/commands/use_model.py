@@ -10,7 +10,7 @@ from typing import Any
 from tokencredit.commands.command_line import Given, Options, Parser, new_command
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import check_new_file
-from tokencredit.runs.untrusted import accept_any_bytes, visible
+from tokencredit.runs.untrusted import accept_any_bytes, visible, visible_lines
 from tokencredit.settings.data import CONVERSATION
 from tokencredit.settings.reader import build
 from tokencredit.settings.run_kind import ModelSource, read_source
@@ -87,7 +87,7 @@ def generate(options: Options) -> None:
         return
     n, sampling = settings.n or (1 if each or asked else 5), policy.config.rollout
     for batch in policy.complete(policy.prompts(prompts, n, sampling.max_new_tokens, each), sampling):
-        lines = map(json.dumps, completion_ids(batch)) if options.ids else map(visible, batch.texts())
+        lines = map(json.dumps, completion_ids(batch)) if options.ids else map(visible_lines, batch.shown())
         print("\n".join(lines), flush=True)
 
 

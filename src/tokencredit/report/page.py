@@ -20,7 +20,7 @@ from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PRICED, PROBLEMS, SCORED, scored_anew
 from tokencredit.runs.summary import WINDOW, attained, averaged, final_mean, iterations_in, mean
-from tokencredit.runs.transcript import acted, speeches, written
+from tokencredit.runs.transcript import acted, conversation, speeches, written
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
@@ -281,7 +281,7 @@ def credit_view(
     alternatives = what_if(episode, 1.0 if gamma is None else float(gamma), by_turn=by_turn, own=own)
     return {
         "iteration": sample["iteration"],
-        "prompt": readable(sample["prompt"]),
+        "prompt": readable(conversation(sample)),
         "reward": sample["reward"],
         "truncated": sample["truncated"],
         "tokens": [readable(token) for token in sample["tokens"]],

@@ -16,9 +16,9 @@ from rich.text import Text
 from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, text_parts, too_noisy
 from tokencredit.distributed.signals import NO_READER, leave_closed_output
 from tokencredit.runs.diagnosis import Finding
-from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in, shortened
-from tokencredit.runs.transcript import Line, acted, transcript
-from tokencredit.runs.untrusted import visible
+from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in
+from tokencredit.runs.transcript import Line, acted, conversation, transcript
+from tokencredit.runs.untrusted import visible, visible_lines
 
 SIDE_BY_SIDE = 4
 """Most completions shown before and after; of episodes half as many."""
@@ -263,15 +263,12 @@ def _reference(sample: Mapping[str, Any]) -> str:
 
 
 def _continued(sample: Mapping[str, Any]) -> Text:
-    """A completion after its prompt, or after the user's message and an arrow in a conversation.
-
-    An episode has a line per speaker.
-    """
+    """A completion after its prompt; in a conversation, and in an episode, with a line per speaker."""
     if "turns" in sample:
         return spoken(transcript(sample, MESSAGE))
-    message = sample.get("message")
-    start = sample["prompt"] if message is None else f"{shortened(message, MESSAGE)} → "
-    return Text(visible(start), style="dim") + Text(visible(sample["completion"]), style="not dim")
+    start = conversation(sample, MESSAGE)
+    shown = visible_lines(start) if "messages" in sample else visible(start)
+    return Text(shown, style="dim") + Text(visible(sample["completion"]), style="not dim")
 
 
 def spoken(lines: Iterable[Line]) -> Text:

@@ -126,7 +126,7 @@ SAMPLE: dict[str, Form] = {
     "logprobs": [NUMBER],
     "rewards": [NUMBER],
     "advantages": [NUMBER],
-    "message?": TEXT,  # of a conversation: its last user message
+    "messages?": [{"role": TEXT, "content": TEXT}],  # of a conversation
     "token_ids?": [COUNT],
     "returns?": [NUMBER],
     "values?": [NUMBER],  # with a critic

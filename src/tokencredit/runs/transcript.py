@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PER_TOKEN, PROBLEMS
 from tokencredit.runs.summary import shortened
-from tokencredit.runs.untrusted import visible_lines
+from tokencredit.runs.untrusted import visible, visible_lines
 
 SIGN = "›"
 """Stands between a speaker's name and the text."""
@@ -59,6 +59,33 @@ def written(sample: Mapping[str, Any]) -> list[str]:
     return [speech.text for speech in speeches(sample) if speech.role == ASSISTANT]
 
 
+def asked(sample: Mapping[str, Any], most: int | None = None) -> list[tuple[str, str]]:
+    """Speaker and text of a sample's prompt: `prompt`, or of a conversation each role, without its template's markup.
+
+    With `most` the text is shortened, and only a conversation's last message and what comes after it is shown.
+    """
+    spoken = [(visible(x["role"]).replace(SIGN, " "), x["content"]) for x in sample.get("messages", ())] or [
+        ("prompt", sample["prompt"])
+    ]
+    if most is None:
+        return spoken
+    last = max((place for place, (role, _) in enumerate(spoken) if role == "user"), default=len(spoken) - 1)
+    return [(role, shortened(text, most)) for role, text in spoken[last:]]
+
+
+def conversation(sample: Mapping[str, Any], most: int | None = None) -> str:
+    """A sample's prompt as text: as it is, or of a conversation a line `role › text` per message, up to the answer's.
+
+    The sign after a role is escaped in texts, so that none can pass for a speaker.
+    """
+    if "messages" not in sample:
+        return str(sample["prompt"])
+    spoken = [(role, text.replace(SIGN, "\\u203a")) for role, text in asked(sample, most)]
+    unfinished = spoken[-1][0] == ASSISTANT
+    lines = [f"{role} {SIGN} {text}" for role, text in spoken]
+    return "\n".join(lines if unfinished else [*lines, f"{ASSISTANT} {SIGN} "])
+
+
 def transcript(sample: Mapping[str, Any], most: int | None = None) -> Iterator[Line]:
     """Lines of an episode: `prompt › …`, `assistant › …`, `environment › …`, problems, and how it ended.
 
@@ -71,9 +98,8 @@ def transcript(sample: Mapping[str, Any], most: int | None = None) -> Iterator[L
             this many characters; None shows them whole.
     """
     if "prompt" in sample:
-        whole = sample["prompt"]
-        shown = whole if most is None else shortened(sample.get("message", whole), most)
-        yield from _spoken("prompt", shown, acted=False)
+        for role, text in asked(sample, most):
+            yield from _spoken(role, text, acted=False)
     for role, text, turn, *_ in speeches(sample):
         spoken = role == ASSISTANT
         yield from _spoken(role, text if spoken or most is None else shortened(text, most), acted=spoken)

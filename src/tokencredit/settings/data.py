@@ -32,6 +32,8 @@ class PromptsConfig(Group):
     template: str | None = setting(None, needs="dataset or train_dataset or eval_dataset")
     """Jinja template that makes the prompt from the columns of a row, such as `Question: {{ instruction }}`; null takes
     the prompt from `column`."""
+    role: Literal["user"] | None = None
+    """user makes each plain text a user's message, for a model with a chat template; null leaves texts as they are."""
     config_name: str | None = setting(None, needs="dataset")
     """Configuration (subset) of a hub dataset; null for its default."""
     shuffle: bool | None = None

@@ -30,10 +30,12 @@ from tokencredit.core.off_policy import CorrectionStats, correction_stats
 from tokencredit.core.rewards import k1
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import critic_metrics
+from tokencredit.runs.transcript import SIGN, conversation
+from tokencredit.runs.untrusted import visible
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.rewards.terms import PendingCall, term_metrics
-from tokencredit.text.rewards.texts import last_message
+from tokencredit.text.rewards.texts import messages_of
 from tokencredit.text.rollout_passes import ReferenceOutputs
 from tokencredit.text.turns.episode_record import Transcript, episode_metrics, episode_record
 
@@ -108,6 +110,16 @@ class Batch:
     def texts(self) -> list[str]:
         """Each prompt's text followed by its completion."""
         return self.prompts.continued(self.completions)
+
+    def shown(self) -> list[str]:
+        """Each prompt and its completion in one line of text, or a conversation with a line per message."""
+        rows = zip(self.prompts.prompts, self.prompts.texts, self.completions, strict=True)
+        return [
+            visible(text + completion)
+            if isinstance(prompt, str)
+            else conversation({"messages": messages_of(prompt)}) + completion.replace(SIGN, "\\u203a")
+            for prompt, text, completion in rows
+        ]
 
     def text_of_row(self, row: int, processes: Processes) -> str:
         """The text of a row, counted over all processes, in each of them; collective."""
@@ -210,7 +222,7 @@ class Batch:
         }
         sample = {
             "prompt": self.prompts.texts[row],
-            **({} if isinstance(prompt, str) else {"message": last_message(prompt)}),
+            **({} if isinstance(prompt, str) else {"messages": messages_of(prompt)}),
             "completion": self.completions[row],
             "reward": round(float(self.total_scores()[row]), DECIMALS),
             "terms": {

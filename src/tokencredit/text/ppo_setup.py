@@ -26,12 +26,13 @@ from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.datasets import from_python, require_datasets
+from tokencredit.text.data.hub import upload
 from tokencredit.text.data.prefixes import Reading, scoring
 from tokencredit.text.data.prompts import Prompts, as_ids, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
 from tokencredit.text.engines.engine import Engine
-from tokencredit.text.models.model_loading import max_prompt_length, upload
+from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG
 from tokencredit.text.models.precision import weights_in
 from tokencredit.text.models.run_models import Models
@@ -222,8 +223,8 @@ def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterato
     plain = isinstance(rows, Prompts) and not rows.conversational and bool(rows.tokenizer.chat_template)
     if plain and isinstance(rows, Prompts) and as_ids(rows.rows[0].get(rows.column)) is None:
         yield (
-            "prompts are plain texts, so the model's chat template is not used; for a chat model give conversations, "
-            "[{role: user, content: …}]"
+            f"{rows.name} holds plain texts, so the model's chat template is not used, and it continues them as they "
+            "stand; for a chat model set prompts.role: user, or give conversations, [{role: user, content: …}]"
         )
     if isinstance(rows, Prompts) and (text := rows.lost_message()):
         yield f"the chat template leaves out the message {text!r:.60} of the first prompt: the policy does not read it"

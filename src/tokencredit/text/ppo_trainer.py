@@ -39,6 +39,7 @@ from tokencredit.text.audit.limit import limit_metrics
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
+from tokencredit.text.data.hub import check_push
 from tokencredit.text.data.prefixes import choose_spacing, save_fit
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
@@ -197,6 +198,8 @@ class PPOTrainer(LoopByHand):
     def start(self, resume: bool) -> dict[str, Any]:
         """Arguments of `runs.loop.steps`."""
         self.stages.seconds.clear()
+        if self.args.run.push_to_hub is not None and self.processes.main:
+            check_push(self.args.run.push_to_hub)
         for line in filter(None, (prompts.dropped() for prompts in dict.fromkeys([self.prompts, self.eval_prompts]))):
             self.record.screen.say(line)
         reserve = nbytes(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20

@@ -99,7 +99,8 @@ class Policy:
                 )
             rows = [{"prompt": text if isinstance(text, str) else list(text)} for text in listed]
             kept = {name: getattr(config, name) for name in ("add_bos", "chat_template_kwargs")}
-            config = PromptsConfig(**kept, shuffle=False)
+            role = config.role if isinstance(listed[0], str) else None
+            config = PromptsConfig(**kept, role=role, shuffle=False)
         limit = max_prompt_length(self.model.lm, max_new_tokens)
         seed = self.config.seed
         loaded = load_prompts(config, self.tokenizer, seed=seed, limit=limit, dataset=rows, dataset_name="prompt")

@@ -16,6 +16,15 @@ TRAIN = ["--rollout.batch_size", "8", "--rollout.max_new_tokens", "4", "--run.it
 class Hub(BaseHTTPRequestHandler):
     """Keeps what is committed to it, in `server.files`; refuses whoever comes without the token."""
 
+    def do_GET(self):
+        assert self.path == "/api/whoami-v2", self.path
+        if self.headers.get("Authorization") == "Bearer wrong":
+            return self.answer({"error": "no such token"}, 401)
+        scope = {"entity": {"name": "me"}, "permissions": ["repo.write"]}
+        role = {"secret": "write", "reader": "read"}.get(self.headers["Authorization"].split()[-1], "fineGrained")
+        token = {"role": role, "fineGrained": {"scoped": [scope]}}
+        return self.answer({"name": "me", "orgs": [{"name": "org"}], "auth": {"accessToken": token}})
+
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         if self.headers.get("Authorization") != "Bearer secret":
@@ -67,6 +76,17 @@ for token in ("secret", "wrong"):
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         code = main(["train", *options, "--run.dir", f"{folder}/{token}", "--run.push_to_hub", "org/critic"])
     results.append((code, errors.getvalue()))
+from tokencredit.errors import ConfigError
+from tokencredit.text.data.hub import check_push
+told = []
+for token, name in (("reader", "me/critic"), ("secret", "other/critic"), ("fine", "org/critic"), ("fine", "me/critic"),
+                    ("secret", "a/b/c")):
+    os.environ["HF_TOKEN"] = token
+    try:
+        told.append(check_push(name))
+    except ConfigError as error:
+        told.append(str(error))
+results.append(told)
 print(json.dumps(results))
 """
     folder = tmp_path_factory.mktemp("uploads")
@@ -78,7 +98,7 @@ print(json.dumps(results))
 
 
 def test_the_policy_that_arrives_is_the_one_that_was_saved(uploads, tmp_path):
-    folder, files, (code, errors), _ = uploads
+    folder, files, (code, errors), *_ = uploads
     assert code == 0, errors
     saved = folder / "secret" / "policy"
     assert files == {str(file.relative_to(saved)): file.read_bytes() for file in saved.rglob("*") if file.is_file()}
@@ -89,11 +109,18 @@ def test_the_policy_that_arrives_is_the_one_that_was_saved(uploads, tmp_path):
     assert "This movie was really" in files["README.md"].decode()
 
 
-def test_a_hub_that_refuses_keeps_the_trained_policy(uploads):
-    folder, _, _, (code, errors) = uploads
-    assert code == 1
-    assert "could not upload to run.push_to_hub 'org/critic'" in errors
-    assert errors.count("\n") <= 3
-    assert errors.splitlines()[-1].startswith("tokencredit: could not upload"), "one line"
+def test_a_hub_that_refuses_the_login_is_found_before_training(uploads):
+    folder, _, _, (code, errors), _ = uploads
+    assert code == 2
+    assert "run.push_to_hub is 'org/critic', and the hub refuses the login: " in errors.splitlines()[-1]
     assert "Traceback" not in errors
-    AutoModelForCausalLM.from_pretrained(folder / "wrong" / "policy")
+    assert not (folder / "wrong").exists()
+
+
+def test_access_is_checked_by_login_name_and_token(uploads):
+    *_, (reads, other, not_there, there, no_name) = uploads
+    assert reads == "run.push_to_hub is 'me/critic', and me's token may not write there; give one with write access"
+    assert "other is neither me nor one of its organizations" in other
+    assert "me's token may not write there" in not_there
+    assert there == "me"
+    assert "it must be a name such as me/policy" in no_name

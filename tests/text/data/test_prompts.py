@@ -6,7 +6,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
+from helpers.models import with_chat_template
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.text.data.prompts import Prompts, load_prompts
@@ -346,3 +348,17 @@ def test_arguments_of_tool_calls_may_be_json_texts(chatty):
 
     assert rendered('{"word": "rain"}') == rendered({"word": "rain"}) == '{"word": "rain"}Hi'
     assert rendered("not JSON") == '"not JSON"Hi'
+
+
+def test_a_role_makes_each_plain_text_a_message_and_needs_a_chat_template(tmp_path):
+    """Rewards get conversations then, as from a data set of conversations."""
+    tokenizer = AutoTokenizer.from_pretrained(with_chat_template(tmp_path))
+    config = PromptsConfig(role="user")
+    batch = Prompts(["Good?", "Bad?"], tokenizer, config).batch(0, 2)
+    assert batch.texts == ["user: Good?\nassistant:", "user: Bad?\nassistant:"]
+    assert batch.answers(["Yes", "No"])[1] == [{"role": "assistant", "content": "No"}]
+    with pytest.raises(ConfigError, match=r"role is user, and prompts\.text holds no texts; leave it out"):
+        Prompts([{"prompt": [{"role": "user", "content": "a"}]}], tokenizer, config)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"prompts\.role is user, but the tokenizer has no chat template"):
+        Prompts(["a"], tokenizer, config)

@@ -16,6 +16,7 @@ from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.text.data.hub import upload
 from tokencredit.text.models.model_checks import check_policy
 from tokencredit.text.models.model_loading import (
     check_language_model,
@@ -24,7 +25,6 @@ from tokencredit.text.models.model_loading import (
     load_language_model,
     max_prompt_length,
     resolve,
-    upload,
 )
 from tokencredit.text.models.run_models import build_policy, save_policy
 

@@ -81,7 +81,7 @@ def stop_unused(run: Evidence) -> Finding | None:
 def ends_at_once(run: Evidence) -> Finding | None:
     """From the start, completions of plain prompts are empty or one token."""
     short = run.first("length") <= 2 and run.last("length") <= 2
-    conversations = any("message" in sample for sample in run.samples)
+    conversations = any("messages" in sample for sample in run.samples)
     if not short or conversations or run.episodic() or (run.setting("rollout.max_new_tokens") or 24) <= 2:
         return None
     return Finding(

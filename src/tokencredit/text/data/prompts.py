@@ -122,6 +122,7 @@ class Prompts:
         config = config or PromptsConfig()
         if config.add_bos and tokenizer.bos_token_id is None:
             raise ConfigError(f"{keys}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
+        self.role = config.role
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
         self.max_length = min((most for most in (config.max_length, limit) if most is not None), default=None)
@@ -196,6 +197,11 @@ class Prompts:
             )
         first = self.rows[0].get(self.column)
         conversational = isinstance(first, list) and as_ids(first) is None
+        if self.role and isinstance(first, list):
+            raise ConfigError(f"{self.keys}.role is {self.role}, and {self.name} holds no texts; leave it out")
+        if self.role and self.tokenizer.chat_template is None:
+            raise ConfigError(f"{self.keys}.role is {self.role}, but the tokenizer has no chat template; leave it out")
+        conversational = conversational or self.role is not None
         if is_conversation(first) and self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the prompts of {self.name} are conversations, but the tokenizer has no chat template; "
@@ -260,7 +266,9 @@ class Prompts:
         )
 
     def _check(self, index: int, prompt: Any) -> Prompt | Ids:
-        """Check that a prompt has the format of the first one, and return it."""
+        """Check that a prompt has the format of the first one, and return it; by `role` as a conversation."""
+        if self.role and isinstance(prompt, str):
+            prompt = [{"role": self.role, "content": prompt}]
         if (ids := as_ids(prompt)) is not None and not self.conversational:
             return ids
         if self.conversational and is_conversation(prompt):

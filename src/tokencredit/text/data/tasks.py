@@ -95,7 +95,7 @@ def load_tasks(
 
     Arguments and errors are those of `load_prompts` and `Tasks`.
     """
-    for key, unset in (("template", None), ("max_length", None), ("overlong", "error")):
+    for key, unset in (("template", None), ("max_length", None), ("overlong", "error"), ("role", None)):
         if (value := getattr(config, key)) != unset:
             raise ConfigError(f"prompts.{key} is {value!r}, and an environment makes the prompts; leave it out")
     source = rows_of(config, dataset, dataset_name, group)

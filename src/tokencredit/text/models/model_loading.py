@@ -1,4 +1,4 @@
-"""Load language models and tokenizers by name, check them, and upload policies."""
+"""Load language models and tokenizers by name, and check them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from transformers.utils.hub import cached_file
 
 from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.distributed.sharding import whole
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.run_kind import is_path
@@ -253,18 +253,6 @@ def check_origin(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> 
                 f"the {part} that model.name {name!r} stands for is not what it was when this run began; restore it, "
                 "or start a new run"
             )
-
-
-def upload(folder: Path, repository: str) -> None:
-    """Upload a policy's folder to the Hugging Face hub; `RunStopped` if it refuses or cannot be reached."""
-    try:
-        HfApi().create_repo(repository, exist_ok=True)
-        HfApi().upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
-        reason = " ".join(str(error).split())
-        raise RunStopped(
-            f"could not upload to run.push_to_hub {repository!r}: {reason}; the policy is in {folder}"
-        ) from error
 
 
 def load_model(

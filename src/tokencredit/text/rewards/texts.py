@@ -65,6 +65,11 @@ def messages(text: Text, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
 
 
+def messages_of(prompt: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Role and text of each message of a conversation."""
+    return [{"role": message["role"], "content": content(message)} for message in prompt]
+
+
 def last_message(prompt: Text) -> str:
     """A plain text unchanged; the text of a conversation's last user message, or last message without one."""
     if isinstance(prompt, str):

@@ -1,0 +1,67 @@
+"""What can be known of a run before its first rollout, in one list."""
+
+import json
+
+import pytest
+
+from helpers.models import with_chat_template
+from tokencredit.cli import main
+from tokencredit.settings.text import PPOConfig
+from tokencredit.tools.check_run import check
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+    return with_chat_template(tmp_path_factory.mktemp("chat"))
+
+
+def listed(capsys, *options):
+    """Exit code, findings and the last line of `tokencredit train --check`."""
+    code = main(["train", "--check", *map(str, options)])
+    shown = capsys.readouterr()
+    return code, [line.split(maxsplit=2) for line in shown.out.splitlines()], shown.err
+
+
+def test_a_run_that_can_start_has_no_error_and_writes_nothing(tmp_path, capsys):
+    code, lines, errors = listed(capsys, "--run.dir", tmp_path / "run", "--kl.coef", "0.1")
+    assert (code, errors) == (0, "")
+    assert {part for _, part, _ in lines} == {"settings", "folder", "model", "prompts", "reward", "memory"}
+    assert {state for state, *_ in lines} == {"ok"}
+    assert any("for two made-up completions" in text for _, part, text in lines if part == "reward")
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_that_is_wrong_is_listed(tmp_path, capsys, monkeypatch):
+    """Two settings, the prompts, a reward and the hub, in one call; what is right is listed too."""
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: (_ for _ in ()).throw(OSError(-2, "Name not known")))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    (tmp_path / "f.py").write_text("def f(completions, answer):\n    raise ValueError('bad')\n")
+    reward = json.dumps([{"function": "length"}, {"function": f"{tmp_path}/f.py:f"}])
+    wrong = {"ppo.minibatches": 100, "kl.horizon": 5, "prompts.dataset": tmp_path / "no.jsonl", "reward": reward}
+    wrong |= {"run.push_to_hub": "me/policy", "run.dir": tmp_path / "run"}
+    code, lines, errors = listed(capsys, *(x for key, value in wrong.items() for x in (f"--{key}", value)))
+    failed = [(part, text) for state, part, text in lines if state == "error"]
+    assert code == 1
+    assert [part for part, _ in failed] == ["settings", "settings", "prompts", "hub"]
+    for start in ("ppo.minibatches is 100", "kl.horizon is 5", "prompts.dataset is"):
+        assert any(text.startswith(start) for _, text in failed)
+    assert "the hub cannot be reached" in failed[3][1]
+    assert f"{len(failed)} of these must be changed before this run can start" in errors
+
+
+def test_a_reward_that_fails_is_an_error_and_the_others_are_called(tmp_path):
+    def broken(completions):
+        raise ValueError("bad")
+
+    config = PPOConfig.from_dict({"run.dir": str(tmp_path / "run")})
+    found = [x for x in check(config, reward_funcs=["length", broken]) if x.part == "reward"]
+    assert [x.state for x in found] == ["ok", "error"]
+    assert "broken" in found[1].text
+
+
+@pytest.mark.parametrize("role", [None, "user"])
+def test_plain_prompts_of_a_chat_model_are_a_warning_unless_they_are_messages(role, chat_folder, tmp_path):
+    settings = {"model.name": str(chat_folder), "prompts.role": role, "prompts.text": "Good?"}
+    found = check(PPOConfig.from_dict(settings | {"run.dir": str(tmp_path / "run")}))
+    warned = [x.text for x in found if x.state == "warning" and x.part == "prompts"]
+    assert [("set prompts.role: user" in text) for text in warned] == [True] * (role is None)
