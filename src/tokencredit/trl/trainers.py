@@ -26,7 +26,8 @@ from transformers import (
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.models.model_loading import upload, weights_digest
+from tokencredit.text.data.hub import upload
+from tokencredit.text.models.model_loading import weights_digest
 from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
 from tokencredit.text.rewards.calls import Term
