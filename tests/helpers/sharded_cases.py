@@ -22,8 +22,8 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import gathered, is_sharded, sharded_in, whole
 from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import training
+from tokencredit.text.engines.plain_weights import plain_weights
 from tokencredit.text.models.actor_critic import idle_row
-from tokencredit.text.models.plain_weights import plain_weights
 from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.rollout_passes import values_after
 

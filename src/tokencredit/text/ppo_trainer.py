@@ -203,8 +203,8 @@ class PPOTrainer(LoopByHand):
         for line in filter(None, (prompts.dropped() for prompts in dict.fromkeys([self.prompts, self.eval_prompts]))):
             self.record.screen.say(line)
         reserve = nbytes(self.policy.parameters()) * (2 if self.args.eval.every else 1) + LARGEST + 2**20
-        sizes = {"reserve": reserve, "weights": nbytes(trainable(self.policy))}
-        return {"resume": resume, "first": self.pretrain()} | sizes
+        trained = nbytes(trainable(self.policy))
+        return {"resume": resume, "reserve": reserve, "weights": trained, "first": self.pretrain()}
 
     def audit(self, settings: AuditConfig | None = None) -> dict[str, Any]:
         """Audit the trained policy: writes audit.json and the page, and returns the audit; see docs/audit.md.
@@ -291,8 +291,7 @@ class PPOTrainer(LoopByHand):
             on_step, each = partial(count_step, self.record, number, batch), self.stages.caller("after_minibatch")
             self.before = None
             metrics = results["metrics"] = self.learner.update(experience, on_step=on_step, each=each)
-            # The KL coefficient of the next iteration follows the KL of this one's samples.
-            if kl is not None:
+            if kl is not None:  # the coefficient of the next iteration follows the KL of this one's samples
                 self.credit.kl.update(kl, self.rows)
             self.updated = dict(metrics)  # whatever fails from here on, the iteration counts
         self.pipeline.weights_changed(self.record.event)

@@ -169,18 +169,21 @@ def test_a_run_brings_its_prompts_its_reward_and_its_sampling(tmp_path):
     assert (about["which"], about["seed"], about["sampling"]["max_new_tokens"]) == ("base", 7, 5)
 
 
+NO_FOLDER = "'x' is no folder here, and as a model of the hub it has no "
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "pairs needs MODEL, the folder of a run or a model, or a hub id"),
         (["x"], "--out is missing; give a new file that ends in .jsonl"),
         (["x", "--out", "pairs.json", *FILM, *SMALL], "--out is 'pairs.json'; it must be a file that ends in .jsonl"),
-        (["x", "--out", "x.jsonl", *FILM], "'x' has no reward of its own; give --reward"),
-        (["x", "--out", "x.jsonl", *SMALL], "'x' has no prompts of its own; give --prompts.text or"),
+        (["x", "--out", "x.jsonl", *FILM], NO_FOLDER + "reward of its own; give --reward"),
+        (["x", "--out", "x.jsonl", *SMALL], NO_FOLDER + "prompts of its own; give --prompts.text or"),
         (["x", "--out", "x.jsonl", "--samples", "1"], "samples is 1; it must be at least 2"),
         (["x", "--out", "x.jsonl", "--noise", "2"], "noise is 2.0; it must be at least 0 and at most 1"),
         (["x", "--out", "x.jsonl", "--pairs", "best"], "pairs is 'best'; it must be one of best-worst, all, unranked"),
-        (["x", "--out", "x.jsonl", "--pairs", "unranked"], "'x' has no prompts of its own"),
+        (["x", "--out", "x.jsonl", "--pairs", "unranked"], NO_FOLDER + "prompts of its own"),
         (
             ["x", "--out", "x.jsonl", "--pairs", "unranked", "--reward", LENGTH],
             "reward is given, which has no effect with pairs: unranked; leave one of them out",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, and not in __all__
 
 from tokencredit.errors import ConfigError, RunStopped
 

@@ -13,6 +13,7 @@ from tokencredit.text.engines.continuous import ContinuousSampler
 from tokencredit.text.engines.engine import Engine
 from tokencredit.text.engines.local.local_engine import LocalEngine
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding, static_decoding
+from tokencredit.text.engines.plain_weights import check_gathered
 from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.engines.requests import Sampler
 from tokencredit.text.engines.vllm.sampler import VllmSampler
@@ -20,7 +21,6 @@ from tokencredit.text.engines.vllm.server import VllmServer
 from tokencredit.text.models.actor_critic import ActorCritic, cache_argument
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.model_loading import end_ids
-from tokencredit.text.models.plain_weights import check_gathered
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import Models
 

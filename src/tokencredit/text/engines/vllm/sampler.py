@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.distributed.sharding import kind_of
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.rollout import SamplingConfig
+from tokencredit.text.engines.plain_weights import plain_weights
 from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
 from tokencredit.text.engines.vllm.process import (
     classes_of,
@@ -28,7 +29,6 @@ from tokencredit.text.engines.vllm.process import (
 )
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_checks import error_line
-from tokencredit.text.models.plain_weights import plain_weights
 from tokencredit.text.models.precision import Precision
 
 CACHE_ON_CPU = 2**30

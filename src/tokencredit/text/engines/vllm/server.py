@@ -24,6 +24,7 @@ from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
+from tokencredit.text.engines.plain_weights import plain_weights, write_weights
 from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
 from tokencredit.text.engines.vllm.connection import (
     CERTAIN,
@@ -39,7 +40,6 @@ from tokencredit.text.engines.vllm.connection import (
 )
 from tokencredit.text.engines.vllm.sampler import rows_of, sampling_arguments
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.plain_weights import plain_weights, write_weights
 
 RESET = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
 """Drops keys and values, also those that the server keeps outside of its memory for them."""
