@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from helpers.models import SHAPE, copy_weights, random_lm
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.text.engines import plain_weights as module
 from tokencredit.text.engines.plain_weights import plain_weights, write_weights
-from tokencredit.text.models import plain_weights as module
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.peft_models import merge
