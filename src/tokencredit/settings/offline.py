@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import Group, check, refuse, refuse_unused, setting
-from tokencredit.settings.model import TunedModelConfig
+from tokencredit.settings.model import LoraConfig, TunedModelConfig
 from tokencredit.settings.reader import Configuration
 from tokencredit.settings.training import MAX_SEED, OptimConfig, RunSettings
 
@@ -121,6 +121,11 @@ class RewardModelStartConfig(Group):
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Compute dtype of forward and backward passes. bfloat16 rounds scores, and so their differences, to three digits;
     `auto` takes it where it is faster."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """A new LoRA adapter below the score head. `reward_model/` is the adapter with its head, or the whole model if an
+    adapter was merged first."""
+    quantization: Literal["nf4", "int8"] | None = setting(None, needs="lora.rank")
+    """Load the linear layers below the adapter in 4 bits (nf4) or 8 (int8); needs bitsandbytes."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, at the cost of one more forward pass."""
     trust_remote_code: bool = False

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 import tokencredit as tc
 from helpers import forking
@@ -23,6 +23,7 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.report.reading import read_run
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.text.offline.offline_trainer import OfflineTrainer
+from tokencredit.text.rewards.reward_models import load
 
 pytestmark = pytest.mark.slow
 KINDS = {"sft": SFTConfig, "reward-model": RewardModelConfig, "dpo": DPOConfig}
@@ -309,3 +310,56 @@ def test_completions_that_repeat_their_prompts_are_noted(repeated, noted):
     notes = OfflineTrainer(SFTConfig(), train_dataset=rows).notes
     told = "rows of data have the whole prompt at the start of 'completion' again, so the model reads it twice"
     assert any(told in note for note in notes) == noted
+
+
+@pytest.mark.parametrize("quantization", ["nf4", *proofs("int8", None)])
+def test_an_adapter_on_a_quantised_model_learns_in_float32(quantization, model_folders, answers, preferences, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    for kind, rows in ((SFTConfig, answers), (RewardModelConfig, preferences), (DPOConfig, preferences)):
+        folder = tmp_path / kind.__name__
+        own = {"model.name": str(model_folders["llama"]), "model.lora.rank": 2, "model.quantization": quantization}
+        own["run"] = {"dir": str(folder), "iterations": 1, "trackers": []}
+        trainer = OfflineTrainer(kind.from_dict(settings(folder, **own)), train_dataset=rows)
+        assert {p.dtype for p in trainer.parameters} == {torch.float32}
+        assert sum(p.numel() for p in trainer.parameters) < 20_000
+        trainer.train()
+        assert math.isfinite(read_metrics(folder)[0]["loss"])
+    reward = tmp_path / "RewardModelConfig" / "reward_model"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in reward.iterdir()}
+    model, _ = load(str(reward), "cpu")
+    trained = load_file(reward / "adapter_model.safetensors")
+    assert torch.equal(model.score.weight, trained["base_model.model.score.weight"])
+
+
+def test_a_reward_models_adapter_scores_as_trained_and_above_a_merged_one_is_saved_whole(
+    model_folders, preferences, tmp_path
+):
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
+    sft = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    sft.save_pretrained(tmp_path / "sft")
+    for name, files in ((model_folders["llama"], "adapter_model"), (tmp_path / "sft", "model")):
+        folder = tmp_path / files
+        keys = {"model.name": str(name), "model.lora.rank": 2, "run": {"dir": str(folder), "iterations": 1}}
+        trainer = OfflineTrainer(RewardModelConfig.from_dict(settings(folder, **keys)), train_dataset=preferences)
+        trainer.train()
+        assert (folder / "reward_model" / f"{files}.safetensors").is_file()
+        saved, _ = load(str(folder / "reward_model"), "cpu")
+        own, ids = trainer.model.lm.eval(), torch.tensor([[5, 6, 7, 8]])
+        saved.config.pad_token_id = own.config.pad_token_id
+        torch.testing.assert_close(saved(ids).logits, own(ids).logits, atol=1e-5, rtol=1e-4)
+    changes = {"model.name": str(tmp_path / "sft"), "model.lora.rank": 2, "model.quantization": "nf4"}
+    config = RewardModelConfig.from_dict(settings(tmp_path / "run", **changes))
+    with pytest.raises(ConfigError, match=r"model\.quantization is nf4, and .* is an adapter, which is merged"):
+        OfflineTrainer(config, train_dataset=preferences)
+
+
+def test_a_quantised_start_without_an_adapter_is_refused_in_one_message(model_folders, tokenizer, answers, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": "cpu"}}
+    AutoModelForCausalLM.from_pretrained(model_folders["llama"], **options).save_pretrained(tmp_path / "int8")
+    tokenizer.save_pretrained(tmp_path / "int8")
+    for kind in (RewardModelConfig, SFTConfig):
+        config = kind.from_dict(settings(tmp_path / "run", **{"model.name": str(tmp_path / "int8")}))
+        with pytest.raises(ConfigError, match=r"are quantised, and only an adapter can be trained on them"):
+            OfflineTrainer(config, train_dataset=answers)

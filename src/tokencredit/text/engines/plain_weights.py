@@ -114,7 +114,7 @@ def _with_lora(lm: PreTrainedModel, adapter: str) -> Iterator[tuple[str, Tensor]
         if name.startswith(own):
             continue
         layer, base, kind = name.rpartition(BASE)
-        if base and kind == ".weight":
+        if base and kind == ".weight" and adapter in layers[layer].lora_A:  # a critic's may adapt more layers
             with torch.no_grad():
                 yield f"{layer}{kind}", tensor + layers[layer].get_delta_weight(adapter).to(tensor.dtype)
         else:

@@ -280,14 +280,14 @@ def _hashes(lm: PreTrainedModel) -> list[int]:
     return [weight_hash(whole(x)) for name, x in whole_weights(lm) if ADAPTER_NAME not in name.split(".")]
 
 
-def lora_config(args: LoraConfig) -> Any:
+def lora_config(args: LoraConfig, task: str = "CAUSAL_LM") -> Any:
     """The PEFT configuration of a LoRA adapter."""
     return peft_library().LoraConfig(
         r=args.rank,
         lora_alpha=args.alpha,
         lora_dropout=args.dropout,
         target_modules=args.target_modules or "all-linear",
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
 
 

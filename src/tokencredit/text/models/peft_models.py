@@ -180,6 +180,15 @@ def check_kind(config: Any) -> None:
         raise ConfigError(f"an adapter of type {kind} cannot be trained here: {why}; use LoRA or another type")
 
 
+def check_adapted(name: str, lm: PreTrainedModel) -> None:
+    """Raise `ConfigError` for quantised weights without an adapter."""
+    if quantised_layers(lm) and attached(lm) is None:
+        raise ConfigError(
+            f"the weights of {name!r} are quantised, and only an adapter can be trained on them; set model.lora.rank "
+            "(16, say), give peft_config, or leave out model.quantization"
+        )
+
+
 def merge(lm: PreTrainedModel) -> PreTrainedModel:
     """Merge a model's adapter into its weights, dequantised if they are not, in place, and return the model.
 
@@ -226,7 +235,8 @@ def on_head(lm: PreTrainedModel) -> bool:
     """True if a model's output projection is adapted; Tokencredit reads its weight directly, without the adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return any(isinstance(module, BaseTunerLayer) for module in lm.get_output_embeddings().modules())
+    head = lm.get_output_embeddings()
+    return head is not None and any(isinstance(module, BaseTunerLayer) for module in head.modules())
 
 
 def active_adapter(lm: PreTrainedModel) -> str:

@@ -15,7 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from tokencredit.distributed.processes import Processes
@@ -244,8 +249,9 @@ def quantisation(kind: Any, name: str, args: ModelConfig, config: Mapping[str, A
     Raises:
         ConfigError: it is quantised by another library, both hold, or bitsandbytes is not installed.
     """
-    saved, own = refuse_quantised(name, config), args.quantization if kind is AutoModelForCausalLM else None
-    if saved and kind is not AutoModelForCausalLM:
+    adaptable = kind in (AutoModelForCausalLM, AutoModelForSequenceClassification)
+    saved, own = refuse_quantised(name, config), args.quantization if adaptable else None
+    if saved and not adaptable:
         raise ConfigError(f"the weights of {name!r} are quantised, and it is to be trained whole; give dense weights")
     if saved and own is not None:
         raise ConfigError(

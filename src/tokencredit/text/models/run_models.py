@@ -37,7 +37,7 @@ from tokencredit.text.models.model_loading import (
     load_tokenizer,
     max_prompt_length,
 )
-from tokencredit.text.models.peft_models import adopt, attached, merge, on_head
+from tokencredit.text.models.peft_models import adopt, attached, check_adapted, merge, on_head
 from tokencredit.text.models.precision import (
     Precision,
     check_quantised,
@@ -260,11 +260,7 @@ def enable_checkpointing(model: PreTrainedModel, adapter: AdapterSwitch | None =
 
 def check_trained(name: str, policy: ActorCritic) -> None:
     """Raise `ConfigError` if no parameter of the policy is trainable."""
-    if quantised_layers(policy.lm) and policy.adapter is None:
-        raise ConfigError(
-            f"the weights of {name!r} are quantised, and only an adapter can be trained on them; set model.lora.rank "
-            "(16, say), give peft_config, or leave out model.quantization"
-        )
+    check_adapted(name, policy.lm)
     if not trainable(policy.lm):
         raise ConfigError(
             f"no parameter of the model {name!r} requires a gradient, so nothing would be trained; "

@@ -37,6 +37,8 @@ NAMES = {
 """Names of TRL's metrics here, where they differ."""
 PER_TOKEN = ("entropy", "token_accuracy")
 """Metrics that are means over tokens; the others are means over rows."""
+LOADED = ("is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
+"""Attributes of a quantised model."""
 LEFT_OUT = ("num_tokens", "logits/chosen", "logits/rejected", "epoch", "step")
 """TRL's metrics that runs do not record."""
 
@@ -169,10 +171,24 @@ def build_trainer(
                 kind, args = trl.SFTTrainer, trl.SFTConfig(**shared, router_aux_loss_coef=0.0)
                 row = {"input_ids": [end, end], "labels": [end, end]}
             args._n_gpu = 1  # of several GPUs that are in sight, as in PPO
-            trainer: Any = kind(lm, args=args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer)
+            with as_dense(lm):
+                trainer: Any = kind(lm, args=args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer)
     trainer.remove_callback(PrinterCallback)
     trainer.accelerator.autocast = nullcontext  # `accelerate launch` may ask for another format than model.dtype
     return trainer
+
+
+@contextmanager
+def as_dense(lm: PreTrainedModel) -> Iterator[None]:
+    """A context in which a quantised model does not say that it is one.
+
+    TRL would round its adapter to bfloat16, and Transformers would not see the adapter and refuse the model.
+    """
+    marks = {name: vars(lm).pop(name) for name in ("hf_quantizer", *LOADED) if name in vars(lm)}
+    try:
+        yield
+    finally:
+        vars(lm).update(marks)
 
 
 @contextmanager

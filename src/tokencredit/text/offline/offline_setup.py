@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
+from tokencredit.text.models.adapters import add_adapter, lora_config
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.model_loading import (
     as_config_error,
@@ -27,7 +33,8 @@ from tokencredit.text.models.model_loading import (
     resolve,
     without_load_report,
 )
-from tokencredit.text.models.peft_models import merge, saved_config
+from tokencredit.text.models.peft_models import attached, check_adapted, merge, saved_config
+from tokencredit.text.models.precision import in_float32, quantisation
 from tokencredit.text.models.run_models import (
     build_policy,
     check_trained,
@@ -79,19 +86,27 @@ def load_model(args: OfflineSettings) -> Model:
 
 def load_reward_model(args: RewardModelConfig) -> Model:
     """A classifier with one output: a language model's trunk with a new head, or a classifier's own."""
-    settings = ModelConfig(name=args.model.name, trust_remote_code=args.model.trust_remote_code)
+    settings = ModelConfig(**vars(args.model))
     tokenizer = load_tokenizer(settings)
     folder = resolve(settings.name, "policy")
     options: dict[str, Any] = {"num_labels": 1, "trust_remote_code": settings.trust_remote_code}
-    notes = []
+    notes, adapted = [], saved_config(folder) is not None
+    if adapted and settings.quantization is not None:
+        raise ConfigError(
+            f"model.quantization is {settings.quantization}, and {settings.name!r} is an adapter, which is merged into "
+            "dense weights; leave it out"
+        )
     with without_load_report(), as_config_error(f"a model with a score head from {settings.name!r}"):
-        if saved_config(folder) is not None:
+        if adapted:
             lm, tokenizer = load_language_model(settings, tokenizer)
             config = deepcopy(lm.config)
             config.num_labels = 1
             model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            notes = merge_notes(replace(settings, adapter="merge"), lm)
             trunk_of(model).load_state_dict(trunk_of(merge(lm)).state_dict())
         else:
+            found, _ = PretrainedConfig.get_config_dict(folder)
+            options |= quantisation(AutoModelForSequenceClassification, settings.name, settings, found)
             model, loaded = AutoModelForSequenceClassification.from_pretrained(
                 folder,
                 dtype=torch.float32,
@@ -102,6 +117,7 @@ def load_reward_model(args: RewardModelConfig) -> Model:
             )
             notes = check_head(settings.name, model, loaded)
     check_vocabulary(settings.name, model, tokenizer)
+    in_float32(model.eval())
     fuse_gelu(model)
     disable_noise(model, dropout=True)
     if args.model.gradient_checkpointing:
@@ -109,15 +125,24 @@ def load_reward_model(args: RewardModelConfig) -> Model:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    start = fingerprint(model, tokenizer)
+    if settings.lora.rank:
+        add_adapter(model, lora_config(settings.lora, "SEQ_CLS"), "model.lora")
+    check_adapted(settings.name, model)
 
     def save(folder: Path) -> None:
+        saved: Any = attached(model) or model
+        if adapted and settings.lora.rank:  # no folder holds the weights below the adapter
+            saved = deepcopy(saved).merge_and_unload()
         with bars_on_terminals():
-            model.save_pretrained(folder)
+            saved.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
     steps = {"tokencredit train --reward '[{reward_model: RUN/reward_model}]'": "PPO on this reward"}
-    model.eval().requires_grad_(True)
-    return Model(model, tokenizer, fingerprint(model, tokenizer), save, steps, notes)
+    model.eval()
+    if not settings.lora.rank:
+        model.requires_grad_(True)
+    return Model(model, tokenizer, start, save, steps, notes)
 
 
 def check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> list[str]:

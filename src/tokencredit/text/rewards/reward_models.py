@@ -28,6 +28,7 @@ from tokencredit.text.models.model_loading import (
     without_load_report,
 )
 from tokencredit.text.models.peft_models import ADAPTER_WEIGHTS, attached, load_adapter, peft_errors
+from tokencredit.text.models.precision import dequantise, quantised_layers
 from tokencredit.text.rewards.texts import Text, joined, messages, plain
 from tokencredit.text.rewards.token_trees import TokenTree, batches, grow, tree_inputs
 
@@ -271,6 +272,7 @@ def load(
         kind, number = AutoModelForSequenceClassification, getattr(torch, dtype)
         if below is None:
             model, loaded = read_weights(kind, folder, number, code=False)
+            _make_dense(model, number)
         else:
             model, loaded = _read_adapter(name, folder, below, number)
     _take_value_head(folder, model, loaded)
@@ -287,10 +289,18 @@ def _read_adapter(name: str, folder: str, below: str, dtype: torch.dtype) -> tup
     labels = [shape[0] for key, shape in shapes.items() if key.endswith((".score.weight", ".classifier.weight"))]
     kind, options = AutoModelForSequenceClassification, {"num_labels": labels[0] if labels else 1}
     model, loaded = read_weights(kind, resolve(below), dtype, code=False, **options)
+    _make_dense(model, dtype)
     load_adapter(model, folder)
     with peft_errors(f"cannot merge the adapter {name!r}"):
         model = attached(model).merge_and_unload()
     return model, loaded | {"missing_keys": set() if labels else loaded["missing_keys"], "mismatched_keys": set()}
+
+
+def _make_dense(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Dequantise a model that was saved quantised: adapters merge exactly, and scores do not depend on the batch."""
+    if quantised_layers(model):
+        dequantise(model)
+        torch.nn.Module.to(model, dtype)
 
 
 def _take_value_head(folder: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
