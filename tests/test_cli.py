@@ -300,7 +300,7 @@ def test_no_command_shows_the_help(capsys):
 def test_a_full_disk_is_one_line_and_what_was_written_is_intact(run, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    policy = sum(p.stat().st_size for p in (run[0] / "policy").glob("*.safetensors"))
+    policy = sum(p.stat().st_size for p in [*run[0].glob("policy/*.safetensors"), *run[0].glob("critic/*.safetensors")])
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=21m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:

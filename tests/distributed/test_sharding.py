@@ -110,8 +110,8 @@ def test_the_trunk_of_a_wrapped_critic_is_sharded_by_itself(proofs):
     ("case", "words"),
     [
         ("merged critic", "with its adapter merged; with sharded weights give a full model as critic.name"),
-        ("bias", "run.shard is full, and the adapter has bias 'all'"),
-        ("pissa", "run.shard is full, and the adapter has an initialization from the weights"),
+        ("bias", "run.shard is full, and the policy's adapter has bias 'all'"),
+        ("pissa", "run.shard is full, and the policy's adapter has an initialization from the weights"),
     ],
 )
 def test_adapters_that_read_whole_weights_are_refused(results, case, words):
@@ -138,7 +138,7 @@ def test_a_run_trains_as_in_one_process(request, alone, sampling):
     for expected, got in zip(one, two, strict=True):
         for name in ("reward", "kl", "length", "value_loss", "grad_norm", "eval/reward"):
             assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
-    for file in ("policy/model.safetensors", "policy/critic/model.safetensors", "best/model.safetensors"):
+    for file in ("policy/model.safetensors", "critic/model.safetensors", "best/model.safetensors"):
         weights, expected = load_file(folder / file), load_file(alone / file)
         for name, x in expected.items():
             torch.testing.assert_close(weights[name], x, atol=1e-4, rtol=1e-4, msg=file)

@@ -17,6 +17,7 @@ def trainer(tmp_path_factory):
     """The trainer of a real run of the built-in world, which is over."""
     folder = tmp_path_factory.mktemp("reports") / "film <b>reviews"
     args = PPOConfig(
+        seed=2,  # its audit is large enough to tell
         model=ModelConfig(dtype="float32"),
         advantage=AdvantageConfig(lam=0.95),
         rollout=RolloutConfig(batch_size=8, max_new_tokens=8),

@@ -25,6 +25,24 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"model.lora.alpha": 8.0}, "model.lora.alpha", "without model.lora.rank"),
     ("text", {"model.lora.dropout": 0.1}, "model.lora.dropout", "without model.lora.rank"),
     ("text", {"model.lora.target_modules": ["q_proj"]}, "model.lora.target_modules", "without model.lora.rank"),
+    *[
+        (
+            "text",
+            {"critic.kind": "separate", f"critic.lora.{key}": value},
+            f"critic.lora.{key}",
+            "without critic.lora.rank",
+        )
+        for key, value in [("alpha", 8.0), ("dropout", 0.1), ("target_modules", ["q_proj"])]
+    ],
+    *[
+        (
+            kind,
+            {"model.quantization": "nf4", "model.adapter": "merge"},
+            "model.quantization",
+            "without model.adapter: continue",
+        )
+        for kind in ("text", "sft", "dpo")
+    ],
     (
         "text",
         {"rollout.engine": "continuous", "rollout.cache": "dynamic"},

@@ -250,9 +250,10 @@ def test_a_conversation_is_recorded_and_shown_by_its_last_user_message(tmp_path,
     assert "[user]" not in out
     assert "user › How was the film?" in out
     kept = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert [sample["message"] for sample in kept] == [*QUESTIONS, QUESTIONS[0]]
+    said = [[{"role": "user", "content": question}] for question in (*QUESTIONS, QUESTIONS[0])]
+    assert [sample["messages"] for sample in kept] == said
     assert kept[0]["prompt"] == "[user] How was the film?\n[assistant]"
-    assert tc.read_run(tmp_path / "run").samples[0]["message"] == QUESTIONS[0]
+    assert tc.read_run(tmp_path / "run").samples[0]["messages"] == said[0]
     assert f"tokencredit generate {tmp_path / 'run'}" in out
     assert "tokencredit audit" not in out, "which would not find the rows from Python"
 

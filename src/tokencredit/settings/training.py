@@ -222,7 +222,7 @@ class KLConfig(Group):
     """KL penalty towards the reference model."""
 
     coef: float = setting(0.05, at_least=0)
-    """KL coefficient β: the price of a nat in units of the reward, wherever the penalty is; in the loss it is divided
+    """KL coefficient β: the price of a nat in units of the reward, wherever the penalty is. In the loss it is divided
     by what whitening divides the advantages by. With 0 no reference model is loaded."""
     place: Literal["reward", "loss", "both"] = setting("reward", needs="coef")
     """Place of the KL penalty: subtracted from each token's reward; added to the loss, where it ignores that a token

@@ -277,7 +277,7 @@ def test_an_upload_that_fails_says_where_the_policy_is(tmp_path, monkeypatch):
         ),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"quantised \(gptq\), and quantised models are not trained",
+            r"quantised \(gptq\), and an adapter can only be trained on those of bitsandbytes",
         ),
         ({"hidden_act": "nope"}, r"cannot load a language model from .*: KeyError: 'nope'$"),
     ],
