@@ -1,7 +1,10 @@
 """A separate critic as a second adapter on the policy's frozen base."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from helpers.files import read_metrics
 from helpers.proofs import proofs
@@ -9,9 +12,10 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import checkpointing_modules, training
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.engines.plain_weights import plain_weights
 from tokencredit.text.models.adapters import CRITIC
 from tokencredit.text.models.model_checks import example_inputs
-from tokencredit.text.models.run_models import build_policy, load_start
+from tokencredit.text.models.run_models import build_policy, load_start, merged
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.load_run import load
 
@@ -122,6 +126,37 @@ def test_a_run_saves_its_critic_and_another_goes_on_with_it(more, model_folders,
 def test_settings_that_do_not_go_with_it_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         PPOConfig.from_dict({"critic.kind": "separate", "critic.lora.rank": 2} | changes)
+
+
+def test_a_critic_that_could_not_be_loaded_again_or_reads_another_base_is_refused(model_folders, tmp_path):
+    import peft
+
+    lm = AutoModelForCausalLM.from_pretrained(model_folders["llama"])
+    peft.get_peft_model(lm, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    args = ModelConfig(name=str(tmp_path), adapter="merge", lora=LoraConfig(rank=4))
+    lm, tokenizer = load_start(args)
+    with pytest.raises(ConfigError, match=r"critic\.lora\.rank is 2, and no folder holds the base below the policy's"):
+        build_policy(merged(args, lm), tokenizer, args, ADAPTER)
+    name = str(model_folders["llama"])
+    with pytest.raises(ConfigError, match=rf"critic\.lora\.rank is 2, and critic\.name is '{name}'"):
+        policy_of(model_folders["llama"], replace(ADAPTER, name=name))
+
+
+def test_a_model_is_trained_again_with_a_new_critic(model_folders):
+    args, own = ModelConfig(name=""), policy_of(model_folders["llama"])
+    first = own.critic.own_parameters()[0]
+    _, tokenizer = load_start(ModelConfig(name=str(model_folders["llama"])))
+    policy, _ = build_policy(own.lm, tokenizer, args, ADAPTER)
+    second = policy.critic.own_parameters()[0]
+    assert len(second) == len(first)
+    assert not set(second) & set(first)
+
+
+def test_an_engines_weights_leave_layers_alone_that_the_critic_alone_adapts(model_folders):
+    policy = policy_of(model_folders["llama"], lora=LoraConfig(rank=4, target_modules=["q_proj"]))
+    weights, dense = dict(plain_weights(policy)), load_start(ModelConfig(name=str(model_folders["llama"])))[0]
+    for name, x in dense.state_dict().items():
+        assert torch.equal(weights[name], x) != ("q_proj.weight" in name), name
 
 
 def test_it_needs_a_plain_adapter_of_the_policy(model_folders):

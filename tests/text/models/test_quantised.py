@@ -234,6 +234,12 @@ def test_settings_that_need_dense_weights_are_refused(changes, message, model_fo
         PPOTrainer(args=settings(tmp_path / "run", **model | changes))
 
 
+def test_a_whole_critic_beside_a_quantised_policy_is_noted(model_folders, tmp_path):
+    model = {"model.name": str(model_folders["llama"]), "model.quantization": "nf4", "critic.kind": "separate"}
+    trainer = PPOTrainer(args=settings(tmp_path / "run", **model))
+    assert any("a whole, dequantised copy of the policy in float32" in note for note in trainer.notes)
+
+
 def test_quantising_twice_or_a_loaded_model_is_refused(folders):
     with pytest.raises(ConfigError, match=r"model\.quantization is int8, and the weights of .* are quantised already"):
         load_start(ModelConfig(name=str(folders["nf4", False]), quantization="int8"))

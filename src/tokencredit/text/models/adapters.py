@@ -146,6 +146,8 @@ class Adapter(AdapterSwitch):
             ConfigError: no gradient reaches it, or its folder would miss some of the trained parameters.
         """
         super().__init__(lm)
+        if CRITIC in self.model.peft_config:  # of an earlier trainer of this model
+            self.model.delete_adapter(CRITIC)
         self.whole, self.has_reference = whole, False
         if not any(p.requires_grad for name, p in lm.named_parameters() if self._owns(name)):
             self.model.set_adapter(self.name)
@@ -308,3 +310,16 @@ def add_adapter(lm: PreTrainedModel, config: Any, key: str) -> None:
         raise ConfigError(
             f"{key} adapts the output projection, where the adapter would be ignored; leave that layer out"
         )
+
+
+def enable_checkpointing(model: PreTrainedModel, adapter: AdapterSwitch | None = None) -> None:
+    """Switch on a model's gradient checkpointing; `ConfigError` if it has none.
+
+    With several adapters on it, a layer is recomputed with the one that it had.
+    """
+    # Newer versions of Transformers deprecate the second name.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    try:
+        enable({"use_reentrant": False} | ({} if adapter is None else {"context_fn": adapter.recomputation}))
+    except ValueError as error:
+        raise ConfigError(f"model.gradient_checkpointing is true: {error} Leave it out") from error

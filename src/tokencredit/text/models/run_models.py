@@ -23,7 +23,7 @@ from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.run_kind import ModelSource
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.actor_critic import ActorCritic
-from tokencredit.text.models.adapters import AdapterSwitch, build_adapter
+from tokencredit.text.models.adapters import Adapter, build_adapter, enable_checkpointing
 from tokencredit.text.models.architecture import width
 from tokencredit.text.models.critic import build_critic, build_trunk, saved_critic, saved_start
 from tokencredit.text.models.model_checks import check_checkpointing, check_critic, check_policy
@@ -224,6 +224,11 @@ def build_policy(
     if shares := bool(critic.lora.rank):
         add_critic(critic, model, adapter)
     values, notes = build_critic(critic, model, lm, trunk, adapter if shares else None)
+    if trunk is not None and critic.name is None and quantised_layers(lm) and saved_start(critic, model) is None:
+        notes.append(
+            "critic.kind separate: the critic begins as a whole, dequantised copy of the policy in float32; with "
+            "critic.lora.rank it shares the quantised base"
+        )
     if values is not None:
         check_critic(critic.name or model.name, ActorCritic(lm, values), critic.layers)
     if model.gradient_checkpointing:
@@ -234,28 +239,26 @@ def build_policy(
     return ActorCritic(lm, values, adapter=adapter, compiled=model.compile), notes
 
 
-def add_critic(critic: CriticConfig, model: ModelConfig, adapter: AdapterSwitch | None) -> None:
+def add_critic(critic: CriticConfig, model: ModelConfig, adapter: Adapter | None) -> None:
     """Add the critic's adapter to those of the policy; `ConfigError` if the policy has none, and so no frozen base."""
     if adapter is None:
         raise ConfigError(
             f"critic.lora.rank is {critic.lora.rank}, and all weights of the policy are trained, so that there is no "
             "frozen base to share; set model.lora.rank, or leave it out"
         )
+    if adapter.whole:
+        raise ConfigError(
+            f"critic.lora.rank is {critic.lora.rank}, and no folder holds the base below the policy's adapter, so that "
+            "the critic could not be loaded again; save the merged model first (docs/serving.md), or leave it out"
+        )
     saved = saved_start(critic, model)
-    adapter.add_critic(critic.lora, saved.folder if saved is not None and saved.adapted else None)
-
-
-def enable_checkpointing(model: PreTrainedModel, adapter: AdapterSwitch | None = None) -> None:
-    """Switch on a model's gradient checkpointing; `ConfigError` if it has none.
-
-    With several adapters on it, a layer is recomputed with the one that it had.
-    """
-    # Newer versions of Transformers deprecate the second name.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    try:
-        enable({"use_reentrant": False} | ({} if adapter is None else {"context_fn": adapter.recomputation}))
-    except ValueError as error:
-        raise ConfigError(f"model.gradient_checkpointing is true: {error} Leave it out") from error
+    adapted = saved is not None and saved.adapted
+    if critic.name is not None and not adapted:
+        raise ConfigError(
+            f"critic.lora.rank is {critic.lora.rank}, and critic.name is {critic.name!r}, whose critic has weights of "
+            "its own, or none; give a run with critic.lora, or leave out one of the two"
+        )
+    adapter.add_critic(critic.lora, saved.folder if saved is not None and adapted else None)
 
 
 def check_trained(name: str, policy: ActorCritic) -> None:

@@ -20,7 +20,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
-from tokencredit.text.models.adapters import add_adapter, lora_config
+from tokencredit.text.models.adapters import add_adapter, enable_checkpointing, lora_config
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.model_loading import (
     as_config_error,
@@ -38,7 +38,6 @@ from tokencredit.text.models.precision import in_float32, quantisation
 from tokencredit.text.models.run_models import (
     build_policy,
     check_trained,
-    enable_checkpointing,
     load_start,
     merge_notes,
     merged,

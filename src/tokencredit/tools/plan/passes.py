@@ -32,14 +32,14 @@ from tokencredit.text.data.prefixes import work as weights
 from tokencredit.text.engines.local.sampling import Decoding
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding, static_obstacle
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
-from tokencredit.text.models.adapters import AdapterSwitch, add_adapter, lora_config
+from tokencredit.text.models.adapters import AdapterSwitch, add_adapter, enable_checkpointing, lora_config
 from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of
 from tokencredit.text.models.critic import build_critic, saved_start
 from tokencredit.text.models.kv_cache import steps_of
 from tokencredit.text.models.model_loading import as_config_error, base_model, fuse_gelu, read_tokenizer, resolve
 from tokencredit.text.models.peft_models import saved_config
 from tokencredit.text.models.precision import Precision, dense_forward, round_frozen
-from tokencredit.text.models.run_models import Models, enable_checkpointing
+from tokencredit.text.models.run_models import Models
 from tokencredit.text.ppo_learner import build_learner
 from tokencredit.text.rewards.reward_models import context, may_share
 from tokencredit.tools.plan.work import BatchShape, Work, base_config
