@@ -86,6 +86,26 @@ def test_the_loop_of_0_11_runs_with_its_statistics_and_saves(here, tokenizer):
     assert [row["iteration"] for row in read_metrics(folder)] == [1, 2]
 
 
+@torch.no_grad()
+def logprob(model, query, response):
+    """Log-probability of a response under the policy."""
+    logits, *_ = model(input_ids=torch.cat([query, response])[None])
+    logprobs = logits[0, len(query) - 1 : -1].log_softmax(-1)
+    return float(logprobs.gather(1, response[:, None]).sum())
+
+
+def test_a_step_of_the_loop_makes_responses_with_high_scores_likelier(here, tokenizer):
+    trainer = stepping(tokenizer)
+    queries = [torch.tensor(tokenizer(text)["input_ids"]) for text in TEXTS[:4]]
+    responses = [torch.tensor(tokenizer(text)["input_ids"]) for text in (" good", " great fun", " bad", " awful stuff")]
+    before = [logprob(trainer.model, *pair) for pair in zip(queries, responses, strict=True)]
+    trainer.step(queries, responses, [1.0, 1.0, -1.0, -1.0])
+    after = [logprob(trainer.model, *pair) for pair in zip(queries, responses, strict=True)]
+    good, bad = [sum(after[part]) - sum(before[part]) for part in (slice(2), slice(2, 4))]
+    assert good > 0 > bad
+    trainer.close()
+
+
 def test_an_adapter_scores_and_another_is_trained(here, tokenizer):
     base = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)
     get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, fan_in_fan_out=True)).save_pretrained("reward")
@@ -124,6 +144,7 @@ def training(tokenizer, folder, **arguments):
     load = lambda: AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)  # noqa: E731
     settings = {"output_dir": str(folder), "per_device_train_batch_size": 4, "total_episodes": 8, "report_to": "none"}
     settings |= {"response_length": 6, "num_ppo_epochs": 2, "stop_token": "eos", "learning_rate": 1e-3}
+    settings |= {"missing_eos_penalty": 1.5}
     rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
     model, value = AutoModelForCausalLM.from_pretrained(POLICY), load()
     given = {"args": PPOConfig(**settings), "processing_class": tokenizer, "model": model, "ref_model": None}
@@ -141,6 +162,9 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     assert log.events == ["begin"]
     assert [row["episode"] for row in log.logs] == [4, 8]
     assert {"objective/kl", "objective/scores", "policy/clipfrac_avg", "loss/value_avg"} <= log.logs[0].keys()
+    first = log.logs[0]
+    assert first["truncated"] > 0
+    assert first["objective/scores"] == pytest.approx(first["reward"] - 1.5 * first["truncated"])
     assert len(read_metrics(here / "out")) == 2
     trainer.save_model(str(here / "out"))
     AutoModelForCausalLM.from_pretrained(here / "out")

@@ -16,13 +16,8 @@ NEW: dict[str, Any] = {
     **{"num_sample_generations": 10, "stop_token": None, "temperature": 0.7, "num_ppo_epochs": 4, "kl_coef": 0.05},
     **{"whiten_rewards": False, "kl_estimator": "k1", "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2},
     **{"gamma": 1.0, "lam": 0.95, "ds3_gather_for_generation": True, "push_to_hub": False, "seed": 42},
-    **{
-        "output_dir": "trainer_output",
-        "model_adapter_name": None,
-        "ref_adapter_name": None,
-        "hub_model_id": None,
-        "bf16": None,
-    },
+    "output_dir": "trainer_output",
+    **dict.fromkeys(("model_adapter_name", "ref_adapter_name", "hub_model_id", "bf16")),
     **dict.fromkeys(("sft_model_path", "reward_model_path"), "EleutherAI/pythia-160m"),
 }
 """Names and defaults of TRL 0.12 to 1.9; others are those of TrainingArguments."""
