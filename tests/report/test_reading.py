@@ -22,7 +22,7 @@ def test_a_run_is_read_back(run_folder):
     run = read_run(run_folder)
     assert [row["iteration"] for row in run.metrics] == [1, 2, 3]
     assert len(run.samples) == 12
-    assert run.config["seed"] == 1
+    assert run.config["seed"] == 2
     assert run.summary["stopped_by"] == "iterations"
     assert len(repr(run)) < 1000, "a notebook shows it in a few lines"
 

@@ -34,6 +34,11 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         )
         for key, value in [("alpha", 8.0), ("dropout", 0.1), ("target_modules", ["q_proj"])]
     ],
+    ("reward-model", {"model.quantization": "nf4"}, "model.quantization", "without model.lora.rank"),
+    *[
+        ("reward-model", {f"model.lora.{key}": value}, f"model.lora.{key}", "without model.lora.rank")
+        for key, value in [("alpha", 8.0), ("dropout", 0.1), ("target_modules", ["q_proj"])]
+    ],
     *[
         (
             kind,

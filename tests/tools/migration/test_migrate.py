@@ -100,7 +100,10 @@ OLD_OPENRLHF = "python3 -m openrlhf.cli.train_ppo_ray --pretrain org/policy --in
 CASES = {
     "trl.yaml": (TRL_YAML, {"optim.lr": 1e-5, "critic.lr": 1e-5, "rollout.batch_size": 64, "run.iterations": 40}),
     "trl.py": (TRL_PYTHON, {"model.name": "org/policy", "ppo.minibatches": 4, "kl.target": None, "model.lora.rank": 8}),
-    "llama.yaml": (LLAMA_FACTORY, {"model.lora.alpha": 8.0, "kl.target": 8.0, "run.iterations": 63}),
+    "llama.yaml": (
+        LLAMA_FACTORY,
+        {"model.lora.alpha": 8.0, "kl.target": 8.0, "ppo.micro_batch_tokens": None, "run.iterations": 63},
+    ),
     "swift.sh": (SWIFT, {"rollout.batch_size": 16, "rollout.max_new_tokens": 128, "prompts.dataset": "prompts.jsonl"}),
     "verl.sh": (VERL, {"rollout.batch_size": 512, "ppo.minibatches": 4, "kl.place": "loss", "kl.estimator": "k3"}),
     "verl.yaml": (VERL_YAML, {"ppo.epochs": 2, "ppo.clip": 0.1, "critic.clip": 0.5, "run.iterations": 30}),

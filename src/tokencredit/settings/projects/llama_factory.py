@@ -94,6 +94,14 @@ LLAMA_FACTORY = Project(
         ),
         "rollout.top_k": ("top_k", lambda k: k or DEFAULT),
         "rollout.top_p": ("top_p", lambda p: p if p < 1 else DEFAULT),
+        "ppo.micro_batch_tokens": (
+            "gradient_accumulation_steps",
+            lambda steps: (
+                DEFAULT
+                if steps == 1
+                else Without(f"{steps} micro-batches there, in tokens here: only if memory runs out")
+            ),
+        ),
         **LEARNING,
         **SHARED,
     },
