@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, NotInstalled, RunStopped
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.summary import figure, shortened
+from tokencredit.runs.trackers import Trackers
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text import ppo_setup as setup
@@ -83,6 +86,15 @@ def check_settings(known: Known) -> Lines:
     given = [name for name in ("train_dataset", "eval_dataset") if getattr(known, name) is not None]
     refuse_unused(known.config, rows=given)
     yield "ok", "they go together, and each has an effect"
+
+
+def check_packages(known: Known) -> Lines:
+    """Packages of the engine and the trackers."""
+    rollout = known.config.rollout
+    Trackers(known.config.run.trackers, Path(), print, enabled=False)
+    if rollout.engine == "vllm" and rollout.server is None and find_spec("vllm") is None:
+        raise NotInstalled("rollout.engine: vllm", "vLLM", "tokencredit[vllm]")
+    yield from ()
 
 
 def check_folder(known: Known) -> Lines:
@@ -186,6 +198,7 @@ def check_memory(known: Known) -> Lines:
 
 CHECKS: dict[str, Callable[[Known], Lines]] = {
     "settings": check_settings,
+    "packages": check_packages,
     "folder": check_folder,
     "model": check_model,
     "prompts": check_prompts,

@@ -111,6 +111,8 @@ def settings_of(config: Any, *, old: bool, **known: Any) -> tuple[dict[str, Any]
     set_here = vars(config).keys()
     lines = {key: reason for key, reason in made.undecided.items() if key in HARMLESS}
     lines |= {name: reason for name, reason in made.without.items() if name in set_here}
+    if "eval.every" in made.settings:
+        lines["eval_strategy"] = "TRL's PPO does not evaluate, and neither does this"
     if config.whiten_rewards:
         lines["whiten_rewards"] = "the scores are divided, and the KL is subtracted after that"
     wrong = {key: reason for key, reason in made.undecided.items() if key not in (*HARMLESS, *FOR_LOGS)}

@@ -146,6 +146,7 @@ def test_a_script_of_python_is_read_and_not_run(tmp_path, capsys):
     assert (config.prompts.dataset, config.run.trackers, config.critic.kind) == ("prompts.jsonl", ["wandb"], "shared")
     assert "not read: seed=len(name) is computed by the script" in told
     assert "left to you: reward: no reward is named" in told
+    assert config.reward[0].function == "REWARD.py:reward", "which no run takes: the default is another reward"
 
 
 def test_variables_of_a_shell_are_kept_and_named_if_the_script_does_not_set_them(tmp_path, capsys):

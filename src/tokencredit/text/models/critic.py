@@ -261,12 +261,13 @@ def begin_with(critic: Critic, args: CriticConfig, saved: SavedCritic, weights: 
     weight, head = weights[f"{saved.layer}.weight"].float(), critic.head
     what = f"{saved.layer}.weight {list(weight.shape)} of {saved.head}"
     size = next(layer for layer in head.modules() if isinstance(layer, nn.Linear)).in_features
+    fitted = FITTED in critic.about
     obstacles = {
         "it has several outputs, and a value is one": weight.shape[0] != 1,
         f"the states here are of width {size}": weight.shape[-1] != size,
         "critic.loss is histogram": not isinstance(head, ScaledHead),
         f"critic.layers is {args.layers}, and it reads all": args.layers is not None,
-        "the values are those of the reward's prefix scores, which need critic.prefix_every: 0": FITTED in critic.about,
+        "the critic learns what the reward's prefix scores leave; set critic.prefix_every: 0 to take it": fitted,
     }
     if reasons := [reason for reason, holds in obstacles.items() if holds]:
         return f"{what} is not taken as value head: {'; '.join(reasons)}; starting a new one"

@@ -25,6 +25,12 @@ NEEDED = {
     "run.iterations": "no length is given",
 }
 """Keys without which a run would be another one, and the reason that is said."""
+OPEN: dict[str, Any] = {
+    "model.name": "./MODEL",
+    "reward": [{"function": "REWARD.py:reward"}],
+    "prompts.dataset": "PROMPTS.jsonl",
+}
+"""Values of keys that are left to the user, which no run takes: the defaults would train something else."""
 
 
 @dataclass
@@ -126,6 +132,8 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
     for key, reason in NEEDED.items():
         if key not in translation.settings and key not in translation.undecided:
             translation.undecided[key] = reason
+    for key in OPEN.keys() & translation.undecided.keys():
+        translation.settings[key], translation.origins[key] = OPEN[key], "left to you"
     return made
 
 
