@@ -37,7 +37,7 @@ fast: install lint  ## Lint, types and the quick tests: about a minute
 	@$(MAKE) --no-print-directory --jobs 2 types quick
 
 quick: install
-	$(BIN)/python -m pytest -n 2 -m "not slow and not proof and not gpu" --hypothesis-profile=few --durations=9 --durations-min=1
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not proof and not gpu" --hypothesis-profile=few --durations=9 --durations-min=1
 
 fuzz: install  ## The tests with random inputs, with fresh and thirty times as many inputs
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=fresh
@@ -47,7 +47,7 @@ fuzz-templates: install  ## Play 10,000 made-up transcripts over all chat templa
 
 # Warnings are no errors there: old versions warn of newer ones.
 lowest: .lowest-venv/installed  ## The quick tests on the lowest versions that pyproject.toml allows, in an environment of their own
-	.lowest-venv/bin/python -m pytest -n 2 -m "not slow and not proof and not gpu" --hypothesis-profile=few -W default
+	.lowest-venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not proof and not gpu" --hypothesis-profile=few -W default
 
 test-vllm: .vllm-venv/installed  ## Test the engine vllm on a CPU, with runs and a server in processes of their own: nine minutes
 	.vllm-venv/bin/python -m pytest $(VLLM_TESTS)

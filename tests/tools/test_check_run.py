@@ -9,6 +9,8 @@ from tokencredit.cli import main
 from tokencredit.settings.text import PPOConfig
 from tokencredit.tools.check_run import check
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory):
