@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokencredit.core.logprobs import token_kl, token_logprobs, token_loss, token_stats, truncated_logprobs
-from tokencredit.core.rewards import exact_kl
+from tokencredit.core.logprobs import token_logprobs, token_loss, token_stats
 from tokencredit.core.vocab_projection import TokenStats
 
 VOCABULARY, WIDTH, REF_WIDTH = 11, 6, 4
@@ -37,7 +36,7 @@ def full(policy, ref, targets, mask, temperature, softcap):
     """Log-probability, entropy and KL by way of all logits, and plain autograd."""
     log_p, log_q = (all_logits(*head, temperature, softcap).log_softmax(-1) for head in (policy, ref))
     logprobs = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return [x * mask for x in (logprobs, -(log_p.exp() * log_p).sum(-1), exact_kl(log_p, log_q))]
+    return [x * mask for x in (logprobs, -(log_p.exp() * log_p).sum(-1), (log_p.exp() * (log_p - log_q)).sum(-1))]
 
 
 def test_log_probs_entropy_and_kl_by_hand():
@@ -51,7 +50,7 @@ def test_log_probs_entropy_and_kl_by_hand():
     logprobs, _ = token_logprobs(torch.tensor([[1.0]]), weight, torch.tensor([1]), temperature=0.5)
     torch.testing.assert_close(logprobs, torch.tensor([4 / 30]).log())
     # Against the uniform reference the KL is log 3 − H.
-    kl = token_kl(torch.tensor([[1.0]]), weight, torch.tensor([[0.0]]), weight)
+    kl = token_stats(torch.tensor([[1.0]]), weight, None, ref=(torch.tensor([[0.0]]), weight, None)).kl
     torch.testing.assert_close(kl, torch.tensor([math.log(3) - by_hand]))
 
 
@@ -139,7 +138,6 @@ def test_a_loss_on_a_support_is_that_of_the_renormalised_softmax(seed, temperatu
     log_q, p = all_logits(*ref, temperature, softcap).log_softmax(-1), log_p.exp()
     logprobs = finite.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     statistics = [x * mask for x in (logprobs, -(p * finite).sum(-1), (p * (finite - log_q)).sum(-1))]
-    torch.testing.assert_close(logprobs, truncated_logprobs(logits, targets, inside))
     expected = loss(TokenStats(*(x[mask] for x in statistics)), slice(None))
     options = {"temperature": temperature, "softcap": softcap, "chunk": chunk, "mask": mask, "ref": ref}
     assert_same_loss(leaves, targets, loss, expected, statistics, support=support, **options)
@@ -210,7 +208,7 @@ def test_token_stats_computes_only_the_requested_statistics():
     (gradient,) = torch.autograd.grad(token_logprobs(hidden, weight, targets)[0].sum(), hidden)
     assert gradient.shape == hidden.shape
     ref = [x.requires_grad_() for x in ref]
-    token_kl(hidden, weight, ref[0], ref[1], ref_bias=ref[2]).sum().backward()
+    token_stats(hidden, weight, None, ref=ref).kl.sum().backward()
     assert [x.grad for x in ref] == [None, None, None]
     with torch.inference_mode():
         token_logprobs(hidden, weight, targets, entropy=True)
@@ -364,10 +362,10 @@ def test_token_logprobs_refuses(arguments, changes, message):
         token_logprobs(*arguments, **changes)
 
 
-def test_token_kl_refuses():
+def test_an_exact_kl_refuses():
     with pytest.raises(ValueError, match="ref_hidden without its last axis has shape"):
-        token_kl(HIDDEN, WEIGHT, HIDDEN[:1], WEIGHT)
+        token_stats(HIDDEN, WEIGHT, None, ref=(HIDDEN[:1], WEIGHT, None))
     with pytest.raises(ValueError, match="ref_hidden has shape"):
-        token_kl(HIDDEN, WEIGHT, HIDDEN[..., :2], WEIGHT)
+        token_stats(HIDDEN, WEIGHT, None, ref=(HIDDEN[..., :2], WEIGHT, None))
     with pytest.raises(ValueError, match="ref_weight without its last axis has shape"):
-        token_kl(HIDDEN, WEIGHT, HIDDEN, WEIGHT[:6])
+        token_stats(HIDDEN, WEIGHT, None, ref=(HIDDEN, WEIGHT[:6], None))

@@ -17,7 +17,6 @@ from tokencredit.core.losses import (
     reduction_count,
     smoothed_histogram,
     token_weights,
-    total_loss,
     value_loss,
     weighted_sum,
 )
@@ -126,19 +125,6 @@ def test_weights_by_hand():
     assert [int(reduction_count(mask, by)) for by in REDUCTIONS] == [3, 2, 9]
 
 
-def test_total_loss_by_hand():
-    mask = torch.tensor([[T, T, F], [T, F, F]])
-    weights = token_weights(mask, by="sequence")
-    policy = torch.tensor([[1.0, 3.0, NAN], [5.0, NAN, NAN]])  # rows' means 2 and 5, mean 3.5
-    value = torch.tensor([[2.0, 2.0, NAN], [4.0, NAN, NAN]])  # 3
-    entropy = torch.tensor([[1.0, 1.0, NAN], [3.0, NAN, NAN]])  # 2
-    total = total_loss(policy, value, entropy, weights, value_coef=0.5, entropy_coef=0.1)
-    torch.testing.assert_close(total, torch.tensor(3.5 + 0.5 * 3 - 0.1 * 2))
-    torch.testing.assert_close(total_loss(policy, None, None, weights), torch.tensor(3.5))
-    # Left alone, the critic counts half and there is no bonus.
-    torch.testing.assert_close(total_loss(policy, value, entropy, weights), torch.tensor(3.5 + 0.5 * 3))
-
-
 def test_ratio_stats_by_hand():
     mask = torch.tensor([T, T, T, T, F])
     log_ratio = torch.tensor([2.0, 0.5, 1.1, 1.0, 9.0]).log()
@@ -200,7 +186,8 @@ def losses(mask, tensors, weights):
     old_logprobs, advantages, old_values, returns = tensors[3:]
     policy = clipped_surrogate(logprobs, old_logprobs, advantages, mask, clip=(0.2, 0.3), dual_clip=3.0)
     value = value_loss(values, old_values, returns, mask, clip=0.2)
-    loss = total_loss(policy, value, entropy, weights, value_coef=0.7, entropy_coef=0.1)
+    sums = [weighted_sum(x, weights) for x in (policy, value, entropy)]
+    loss = sums[0] + 0.7 * sums[1] - 0.1 * sums[2]
     gradients = torch.autograd.grad(loss, leaves)
     return loss.detach(), torch.stack(gradients), ratio_stats(logprobs, old_logprobs, mask, clip=(0.2, 0.3))
 

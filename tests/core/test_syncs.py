@@ -7,7 +7,7 @@ from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.core.estimators import estimate
 from tokencredit.core.logprobs import token_loss, token_stats
 from tokencredit.core.losses import ratio_stats, reduction_count, token_weights
-from tokencredit.core.masked import explained_variance, masked_mean, moments, whiten
+from tokencredit.core.masked import explained_variance, moments, whiten
 from tokencredit.core.rewards import token_rewards
 
 OPTIONS = {"gamma": 0.9, "lam": 0.8, "n": 3, "lam_returns": 1.0, "alpha": 0.5, "baseline": 0.1, "group_size": 2}
@@ -37,7 +37,6 @@ HIDDEN, WEIGHT, TARGETS = torch.randn(*SHAPE, 5), torch.randn(7, 5), torch.randi
 @pytest.mark.parametrize(
     ("most", "function"),
     [
-        (1, lambda: masked_mean(X, MASK)),
         (1, lambda: moments(X, MASK)),
         (1, lambda: whiten(X, MASK)),
         (1, lambda: explained_variance(X, Y, MASK)),
@@ -46,7 +45,6 @@ HIDDEN, WEIGHT, TARGETS = torch.randn(*SHAPE, 5), torch.randn(7, 5), torch.randi
         (1, lambda: ratio_stats(X, Y, MASK).metrics()),
         (1, lambda: token_stats(HIDDEN, WEIGHT, TARGETS, mask=MASK, entropy=True)),
         (1, lambda: token_loss(HIDDEN, WEIGHT, TARGETS, lambda now, at: now.logprobs.sum(), mask=MASK)),
-        (0, lambda: masked_mean(X, MASK, count=14)),
         (0, lambda: moments(X, MASK, count=14)),
         (0, lambda: whiten(X, MASK, count=14)),
         (0, lambda: token_weights(MASK, count=14)),

@@ -4,33 +4,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from tokencredit.core.logprobs import truncated_logprobs
+from tokencredit.core.logprobs import token_loss
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]]).log() + torch.tensor([[2.0], [-1.0]])
 TARGETS = torch.tensor([1, 2])
 
 
-@pytest.mark.parametrize(
-    "support",
-    [torch.tensor([[True, True, False], [False, True, True]]), torch.tensor([[1, 0, -1], [2, -1, 1]])],
-    ids=["bool", "ids"],
-)
-def test_log_probs_on_a_support_by_hand(support):
+def on_support(logits, targets, support):
+    """The sum of the log-probs on a support, and each of them."""
+    order = support.int().argsort(dim=-1, descending=True, stable=True)
+    ids = order.masked_fill(~support.gather(-1, order), -1)
+    total, stats = token_loss(
+        logits, torch.eye(logits.shape[-1]), targets, lambda now, at: now.logprobs.sum(), support=ids
+    )
+    return total, stats.logprobs
+
+
+def test_log_probs_on_a_support_by_hand():
     """0.3 / 0.8 and 0.3 / 0.9; the gradient is that of a softmax over the support alone."""
     logits = LOGITS.clone().requires_grad_()
-    logprobs = truncated_logprobs(logits, TARGETS, support)
+    support = torch.tensor([[True, True, False], [False, True, True]])
+    total, logprobs = on_support(logits, TARGETS, support)
     torch.testing.assert_close(logprobs, torch.tensor([3 / 8, 1 / 3]).log())
-    logprobs.sum().backward()
+    total.backward()
     torch.testing.assert_close(logits.grad, torch.tensor([[-5 / 8, 5 / 8, 0.0], [0.0, -2 / 3, 2 / 3]]))
-
-
-@pytest.mark.parametrize("support", [torch.tensor([[True, False, False], [False] * 3]), torch.tensor([[0], [-1]])])
-def test_a_token_outside_the_support_has_no_probability_and_no_gradient(support):
-    logits = LOGITS.clone().requires_grad_()
-    logprobs = truncated_logprobs(logits, TARGETS, support)
-    assert logprobs.tolist() == [-torch.inf, -torch.inf]
-    logprobs.exp().sum().backward()
-    assert logits.grad.tolist() == [[0.0] * 3] * 2
 
 
 def draws(seed, rows=4000, vocabulary=200):
@@ -47,10 +44,10 @@ def test_on_policy_the_mean_ratio_is_1_only_on_the_support():
     logits, tokens, support, behavior = draws(0)
     log_mu = behavior.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
     assert 1 < support.sum(-1).float().mean() < 20
-    ratio = (truncated_logprobs(logits, tokens, support) - log_mu).exp()
+    ratio = (on_support(logits, tokens, support)[1] - log_mu).exp()
     assert float(ratio.mean()) == pytest.approx(1.0, abs=1e-3)
     whole = torch.ones_like(support)
-    below = (truncated_logprobs(logits, tokens, whole) - log_mu).exp()
+    below = (on_support(logits, tokens, whole)[1] - log_mu).exp()
     torch.testing.assert_close(below, (logits.softmax(-1) * support).sum(-1), rtol=1e-3, atol=1e-4)
     assert below.mean() < 0.9
 
@@ -63,10 +60,8 @@ def test_off_policy_the_expected_ratio_is_1_on_the_support_of_the_draws(seed, mo
 
     def expected_ratio(of):
         everything = torch.arange(40).expand(20, 40)
-        pi = truncated_logprobs(
-            now.unsqueeze(1).expand(20, 40, 40), everything, of.unsqueeze(1).expand(20, 40, 40)
-        ).exp()
-        return (pi * support).sum(-1)  # μ cancels, and is 0 outside its support
+        pi = on_support(now.unsqueeze(1).expand(20, 40, 40), everything, of.unsqueeze(1).expand(20, 40, 40))[1].exp()
+        return (pi * of * support).sum(-1)  # μ cancels, and is 0 outside its support
 
     torch.testing.assert_close(expected_ratio(support), torch.ones(20))
     assert (expected_ratio(torch.ones_like(support)) < 1 - 1e-4).all()
@@ -74,25 +69,3 @@ def test_off_policy_the_expected_ratio_is_1_on_the_support_of_the_draws(seed, mo
     lost = expected_ratio(anew)
     assert (lost <= 1 + 1e-5).all()
     assert ((lost < 1 - 1e-5) == (anew & ~support).any(-1)).all()
-
-
-@given(st.integers(0, 10_000))
-def test_ids_and_flags_are_the_same_support(seed):
-    logits, tokens, support, _ = draws(seed, rows=8, vocabulary=30)
-    order = support.int().argsort(dim=-1, descending=True, stable=True)
-    ids = order.masked_fill(~support.gather(-1, order), -1)
-    torch.testing.assert_close(truncated_logprobs(logits, tokens, ids), truncated_logprobs(logits, tokens, support))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"targets": TARGETS[:1]}, r"targets has shape \(1,\); it must be \(2,\)"),
-        ({"support": torch.ones(2, 2, dtype=torch.bool)}, r"support has shape \(2, 2\); it must be \(2, 3\)"),
-        ({"support": torch.ones(3, 4).long()}, r"support has shape \(3, 4\); it must be \(2, 4\)"),
-        ({"support": torch.ones(2, 3)}, r"support has dtype torch.float32; it must be torch.bool, or torch.int64"),
-    ],
-)
-def test_wrong_arguments_are_named(changed, message):
-    with pytest.raises(ValueError, match=message):
-        truncated_logprobs(**{"logits": LOGITS, "targets": TARGETS, "support": torch.ones(2, 3).bool()} | changed)

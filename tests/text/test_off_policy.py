@@ -11,7 +11,6 @@ import torch
 from helpers.configs import quiet, text_config
 from helpers.files import read_jsonl, read_metrics
 from helpers.proofs import proofs
-from tokencredit.core.logprobs import truncated_logprobs
 from tokencredit.core.off_policy import correction
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
@@ -319,5 +318,5 @@ def test_the_kept_support_is_what_tokens_are_drawn_from(ties, tokenizer):
     logits = logits / settings.temperature
     drawn = state.response_ids[:, :1]
     assert int(drawn[0]) in kept
-    expected = truncated_logprobs(logits.unsqueeze(1), drawn, state.support[:, :1].long())
+    expected = logits.gather(1, drawn) - logits[:, kept].logsumexp(1, keepdim=True)
     torch.testing.assert_close(state.behavior_logprobs[:, :1], expected)

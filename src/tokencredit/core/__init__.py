@@ -31,15 +31,15 @@ _NAMES = {
     "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
     "estimator_table": "ESTIMATORS Estimator named parameters_of",
     "estimators": "Turns estimate estimate_by_turn",
-    "logprobs": "token_kl token_logprobs token_loss token_stats truncated_logprobs",
+    "logprobs": "token_logprobs token_loss token_stats",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
-    "reduction_count smoothed_histogram token_weights total_loss value_loss weighted_sum",
-    "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation masked_mean "
-    "masked_sum moments moments_and_centred whiten whiten_with_divisor zero_outside",
+    "reduction_count smoothed_histogram token_weights value_loss weighted_sum",
+    "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation moments "
+    "moments_and_centred whiten whiten_with_divisor zero_outside",
     "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "
     "sequence_surrogate weighted_policy_gradient",
     "prefix_baseline": "fit_prefixes prefix_moments",
-    "rewards": "Attainable KL_ESTIMATORS KL_ROUNDING attainable exact_kl k1 k2 k3 kl_estimate kl_of_next "
+    "rewards": "Attainable KL_ESTIMATORS KL_ROUNDING attainable k1 k2 k3 kl_estimate kl_of_next "
     "overlong_penalty token_rewards",
     "vocab_projection": "Linear TokenLoss TokenStats",
 }

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.argument_checks import require_flags, require_positive, require_shape, require_tensors
-from tokencredit.core.masked import at_least_float32
 from tokencredit.core.vocab_projection import (
     ChunkedLoss,
     ChunkedStats,
@@ -80,39 +79,6 @@ def token_logprobs(
     return stats.logprobs, stats.entropy
 
 
-def token_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    ref_hidden: Tensor,
-    ref_weight: Tensor,
-    *,
-    ref_bias: Tensor | None = None,
-    **projection: Unpack[_ProjectionOptions],
-) -> Tensor:
-    """Exact KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)) at each token, over the whole vocabulary, in nats.
-
-    Keep the reference's last hidden states (D numbers per token), not its logits (a vocabulary of them): the logits are
-    computed here, a chunk at a time. Temperature and softcap apply to both models.
-
-    Args:
-        hidden: the policy's last hidden states, [..., D].
-        weight: its output projection, [vocabulary, D].
-        ref_hidden: the reference's last hidden states, [..., D_ref].
-        ref_weight: its output projection, [vocabulary, D_ref].
-        ref_bias: bias of the reference's projection, [vocabulary].
-        projection: as in `token_logprobs`; `bias` is the policy's.
-
-    Returns:
-        [...], differentiable in the policy's hidden states, weight and bias; the reference gets no gradient.
-
-    Raises:
-        ValueError: as `token_logprobs`.
-    """
-    stats = token_stats(hidden, weight, None, ref=(ref_hidden, ref_weight, ref_bias), **projection)
-    assert stats.kl is not None
-    return stats.kl
-
-
 def token_stats(
     hidden: Tensor,
     weight: Tensor,
@@ -124,8 +90,12 @@ def token_stats(
 ) -> TokenStats:
     """Log-probability, entropy and exact KL from one projection, for a loss that needs more than one of them.
 
-    Without `targets` there are no log-probabilities. `ref` is (ref_hidden, ref_weight, ref_bias) of `token_kl`; None
-    skips the KL. Other arguments and errors as in `token_logprobs`.
+    The exact KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)) of a token, in nats, is over the whole vocabulary. Keep the
+    reference's last hidden states (D numbers per token), not its logits (a vocabulary of them): the logits are computed
+    here, a chunk at a time. Temperature and softcap apply to both models; the reference gets no gradient.
+
+    Without `targets` there are no log-probabilities. `ref` is (ref_hidden, ref_weight, ref_bias); None skips the KL.
+    Other arguments and errors as in `token_logprobs`.
     """
     kept, linear, request = _kernel_inputs(hidden, weight, targets, ref, entropy, **projection)
     with _targets_in_range(request.targets, weight):
@@ -161,8 +131,10 @@ def token_loss(
             all tokens and may combine them in any way, such as a nonlinear function of a sequence's log-probability;
             if there are several chunks, each is then projected twice.
         support: token ids [..., k], int32 or int64, padded with −1, over which π and all its statistics are
-            normalised, as in `truncated_logprobs`; the target always counts as one of them. None for the whole
-            vocabulary.
+            normalised; the target always counts as one of them. None for the whole vocabulary. With the support that
+            a filter such as top_p left of the draws from μ, the expectation of π / μ is exactly 1, on-policy and
+            off-policy ("keep sampling mask", DeepSeek-V3.2, arXiv 2512.02556); over the whole vocabulary it is the
+            support's probability.
 
     Returns:
         The loss, a scalar, differentiable in hidden, weight and bias; and the statistics, [...], without gradient.
@@ -182,50 +154,6 @@ def token_loss(
     with _targets_in_range(request.targets, weight):
         total, *stats = ChunkedLoss.apply(*linear, request, loss, additive, needs_grad)  # type: ignore[no-untyped-call]
     return total, TokenStats(*(None if x is None else _scatter(x, kept, shape) for x in stats))
-
-
-def truncated_logprobs(logits: Tensor, targets: Tensor, support: Tensor) -> Tensor:
-    """Log-probs of tokens under the softmax renormalised over a support S.
-
-    log π_S(x) = z_x − log Σ_{v ∈ S} e^{z_v} for x in S, with the gradient through the renormalised softmax; −∞, without
-    a gradient, for x outside.
-
-    A filter such as top_p draws from μ, renormalised over the support that it leaves. If π is taken over the whole
-    vocabulary, the expectation of π / μ over the draws is the probability of that support, below 1. If π is filtered
-    anew, its support may hold tokens that μ never draws. Over the support of the draws, kept with them, the expectation
-    of π_S / μ is exactly 1, on-policy and off-policy: "keep sampling mask", DeepSeek-V3.2 (arXiv 2512.02556).
-
-    Args:
-        logits: z, `[..., vocabulary]`, divided by the sampling temperature.
-        targets: x, int64 `[...]`.
-        support: S, bool `[..., vocabulary]`; or its token ids, int64 `[..., k]`, each once, padded with −1.
-
-    Returns:
-        `[...]`, in float32 at least.
-
-    Raises:
-        ValueError: shapes differ, or the support is neither bool nor int64.
-    """
-    require_tensors(logits=logits, targets=targets, support=support)
-    require_shape("targets", targets, logits.shape[:-1])
-    if support.dtype == torch.bool:
-        require_shape("support", support, logits.shape)
-    elif support.dtype == torch.int64:
-        require_shape("support", support, (*targets.shape, support.shape[-1] if support.dim() else 0))
-    else:
-        raise ValueError(f"support has dtype {support.dtype}; it must be torch.bool, or torch.int64 for token ids")
-    logits, x = at_least_float32(logits), targets.unsqueeze(-1)
-    own = logits.gather(-1, x)
-    if support.dtype == torch.bool:
-        inside = support.gather(-1, x)
-        kept, chosen = logits, support
-    else:
-        inside = (support == x).any(-1, keepdim=True)
-        kept, chosen = logits.gather(-1, support.clamp(min=0)), support >= 0
-    # A token outside joins the support for its own number, which is replaced: an empty sum would have a NaN gradient.
-    kept = torch.cat([kept.masked_fill(~chosen, -torch.inf), own.masked_fill(inside, -torch.inf)], dim=-1)
-    logprobs = own - kept.logsumexp(-1, keepdim=True)
-    return logprobs.masked_fill(~inside, -torch.inf).squeeze(-1)
 
 
 def _kernel_inputs(

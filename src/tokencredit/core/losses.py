@@ -3,7 +3,7 @@
 Each loss returns a tensor with the shape of its arguments, 0 outside the mask. A reduction is a weighted sum:
 
     weights = token_weights(mask, by="token", count=global_count)
-    loss = total_loss(policy, value, entropy, weights, value_coef=…, entropy_coef=…)
+    loss = weighted_sum(policy, weights) + value_coef * weighted_sum(value, weights)
 
 The weights of all micro-batches and processes together sum to 1 (by token, by sequence), however the batch is split, so
 their losses and gradients add up to those of the whole batch without another division. In training the parts are summed
@@ -230,39 +230,6 @@ def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
     require_shape("weights", weights, x.shape)
     x = at_least_float32(x).masked_fill(weights == 0, 0.0)
     return torch.dot(x.flatten(), weights.flatten().to(x.dtype))
-
-
-def total_loss(
-    policy: Tensor,
-    value: Tensor | None,
-    entropy: Tensor | None,
-    weights: Tensor,
-    *,
-    value_coef: float = 0.5,
-    entropy_coef: float = 0.0,
-) -> Tensor:
-    """PPO's loss: Σ weight · (L_policy + c_vf · L_vf − c_ent · H).
-
-    Schulman et al. 2017 (arXiv 1707.06347), eq. 9, with the sign flipped, since that objective is maximised.
-
-    Args:
-        policy: the policy loss of each token, such as `clipped_surrogate`.
-        value: the critic's loss of each token; None without a critic.
-        entropy: H of the policy at each token, in nats; None without a bonus.
-        weights: from `token_weights`.
-        value_coef: c_vf.
-        entropy_coef: c_ent.
-
-    Returns:
-        A scalar; the results of all micro-batches and processes add up to the loss of the whole batch.
-    """
-    require_tensors(policy=policy, value=value, entropy=entropy)
-    total = weighted_sum(policy, weights)
-    if value is not None:
-        total = total + value_coef * weighted_sum(value, weights)
-    if entropy is not None and entropy_coef != 0:
-        total = total - entropy_coef * weighted_sum(entropy, weights)
-    return total
 
 
 @dataclass(frozen=True)

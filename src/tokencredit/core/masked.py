@@ -40,28 +40,6 @@ def zero_outside(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.masked_fill(~mask, 0.0)
 
 
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum of `x` where `mask` is true: Σ mₜ xₜ. Both of the same shape; returns a scalar."""
-    return zero_outside(x, mask).sum()
-
-
-def masked_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
-    """Mean of `x` where `mask` is true: Σ mₜ xₜ / count.
-
-    `count` is the divisor of a mean over more than this tensor: acted positions in all micro-batches and processes. The
-    parts then add up to the mean of the whole. Default: the count of `mask`. Returns a scalar.
-
-    Raises:
-        ValueError: `mask` has no true element and there is no `count`.
-    """
-    require_tensors(x=x, mask=mask)
-    if count is None:
-        count = mask.sum()
-        if count == 0:
-            raise ValueError("mask has no true element; a mean needs one, or a count")
-    return masked_sum(x, mask) / count
-
-
 def moments(
     x: Tensor, mask: Tensor, reduce: Reduce | None = None, *, count: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

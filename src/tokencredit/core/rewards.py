@@ -122,26 +122,6 @@ def kl_of_next(kl: Tensor, mask: Tensor) -> Tensor:
     )
 
 
-def exact_kl(log_policy: Tensor, log_reference: Tensor) -> Tensor:
-    """KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)), over the last axis: no sampling noise, never negative.
-
-    A token with π(v) = 0 adds 0; a token with ρ(v) = 0 and π(v) > 0 makes the divergence infinite. For a language
-    model's vocabulary use `logprobs.token_kl`, which never holds all logits at once.
-
-    Both are normalised over the last axis, [..., vocabulary]; returns nats, [...].
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    require_tensors(log_policy=log_policy)
-    require_shape("log_reference", log_reference, log_policy.shape)
-    log_policy, log_reference = at_least_float32(log_policy), at_least_float32(log_reference)
-    impossible = log_policy == -torch.inf
-    log_policy, log_reference = log_policy.masked_fill(impossible, 0.0), log_reference.masked_fill(impossible, 0.0)
-    terms = log_policy.exp() * (log_policy - log_reference)
-    return terms.masked_fill(impossible, 0.0).sum(dim=-1)
-
-
 def token_rewards(
     scores: Tensor,
     mask: Tensor,
