@@ -13,7 +13,6 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.select import Select
 
-from tokencredit.report.inspect_page import write_inspect_page
 from tokencredit.report.page import write_report
 
 FIGURES = Path(__file__).with_name("figures")
@@ -50,8 +49,8 @@ def main() -> None:
         shoot(browser, FIGURES / "report-credit.png", "section:has(#credit)", height=1000)
         shoot(browser, FIGURES / "report-what-if.png", "section:has(#whatif)", height=1100)
         shoot(browser, FIGURES / "report-curves.png", "section:has(#curves)", height=1100)
-        if (run / "inspect.json").is_file():
-            show(browser, write_inspect_page(run), 1200, "light")
+        if (run / "inspect.html").is_file():
+            show(browser, run / "inspect.html", 1200, "light")
             shoot(browser, FIGURES / "inspect.png", "body", height=1000)
     finally:
         browser.quit()

@@ -19,14 +19,12 @@ from hypothesis import strategies as st
 
 from helpers.episodes import episode
 from helpers.files import sign
-from helpers.inspection import inspection
 from helpers.proofs import proofs
 from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import column_names
-from tokencredit.report.inspect_page import write_inspect_page
 from tokencredit.report.page import write_report
 from tokencredit.report.reading import OF_CRITIC as CRITIC
 from tokencredit.report.reading import REPORT, read_run
@@ -314,23 +312,6 @@ def test_damaged_files_of_a_run_leave_a_whole_page(name, run):
         assert sorted(p.name for p in run.iterdir()) == sorted([*FILES, REPORT])
         if page != "before":
             assert_whole(page)
-
-    fuzz()
-
-
-def test_damaged_inspections_leave_a_whole_page(tmp_path):
-    file, page, look = tmp_path / "inspect.json", tmp_path / "inspect.html", inspection()
-
-    @SLOW
-    @given(damaged(json.dumps(look).encode(), [as_json(swapped(look)), as_json(values)]))
-    def fuzz(data):
-        file.write_bytes(data)
-        page.write_text("before")
-        with answered():
-            write_inspect_page(tmp_path)
-        assert sorted(tmp_path.iterdir()) == [page, file]
-        if (text := page.read_text(encoding="utf-8")) != "before":
-            assert_whole(text)
 
     fuzz()
 

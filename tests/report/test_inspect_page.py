@@ -6,10 +6,7 @@ from html import unescape
 
 import pytest
 
-from helpers.commands import imported
 from helpers.inspection import inspection
-from tokencredit.errors import ConfigError
-from tokencredit.report.inspect_file import read_inspect
 from tokencredit.report.inspect_page import (
     COLUMNS,
     LISTED,
@@ -25,7 +22,6 @@ from tokencredit.report.inspect_page import (
     spread,
     text,
     views,
-    write_inspect_page,
 )
 from tokencredit.report.templating import two_digits
 
@@ -47,64 +43,6 @@ def data_of(page):
 
 def texts_of(page):
     return unescape(re.sub(r"<[^>]*>", " ", page.split("<body>")[1].split("<script")[0]))
-
-
-def test_the_page_is_written_beside_the_file(tmp_path):
-    look = inspection()
-    (tmp_path / "inspect.json").write_text(json.dumps(look))
-    page = write_inspect_page(tmp_path)
-    assert page == tmp_path / "inspect.html"
-    assert page.read_text() == render(look)
-    assert {file.name for file in tmp_path.iterdir()} == {"inspect.json", "inspect.html"}
-
-
-def test_without_a_file_there_is_no_page(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no inspect.json; `tokencredit inspect` writes it"):
-        write_inspect_page(tmp_path)
-    assert not (tmp_path / "inspect.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (["prompt"], 1, "prompt is not a text"),
-        (["seconds"], "1", "seconds is not a number"),
-        (["model"], {"layers": 2}, r"model\.family is not a text"),
-        (["tokens"], ["a"], "prompt_length is not a count from 1 to 0"),
-        (["prompt_length"], 0, "prompt_length is not a count from 1 to 10"),
-        (["question", "position"], 10, r"question\.position is not a count from 0 to 9"),
-        (["answer", "top", 0, "share"], "much", r"answer\.top\[0\]\.share is not a number or null"),
-        (["lens", "tuned", "rank", 0, 0], 1.5, r"lens\.tuned\.rank\[0\]\[0\] is not a count"),
-        (["attribution", "components", 0, "tuned"], None, r"attribution\.components\[0\]\.tuned is not a number"),
-        (["patching", "components", 3, "patched"], None, r"patching\.components\[3\]\.patched is not a number"),
-        (["attention", "from"], 10, r"attention\.from is not a count"),
-        (["critic", "values", 0], [1.0], r"critic\.values\[0\] has 1 entries, not 11"),
-        (["weights", "modules", 0, "relative_norm"], 1e200, r"weights\.modules\[0\]\.relative_norm is not a number"),
-    ],
-)
-def test_a_damaged_file_is_named(tmp_path, path, value, message):
-    damaged = inspection()
-    *parents, last = path
-    place = damaged
-    for name in parents:
-        place = place[name]
-    if value is ...:
-        del place[last]
-    else:
-        place[last] = value
-    (tmp_path / "inspect.json").write_text(json.dumps(damaged))
-    with pytest.raises(ConfigError, match=rf"inspect\.json: {message}.*run `tokencredit inspect` again$"):
-        read_inspect(tmp_path / "inspect.json")
-
-
-def test_a_file_that_is_no_json_is_named(tmp_path):
-    (tmp_path / "inspect.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"inspect\.json is not JSON"):
-        read_inspect(tmp_path / "inspect.json")
-
-
-def test_reading_an_inspection_needs_no_torch():
-    assert imported("import tokencredit.report.inspect_file", "torch", "transformers", "numpy") == []
 
 
 def test_a_bar_lies_between_zero_and_its_value():

@@ -173,17 +173,16 @@ def inspect(options: Options) -> None:
     RunFolder(options.run).require_writable()  # before the comparison, which takes long
     from transformers.utils.logging import disable_progress_bar
 
-    from tokencredit.report.inspect_file import NAME
-    from tokencredit.report.inspect_page import write_inspect_page
+    from tokencredit.report.inspect_page import render
     from tokencredit.tools.inspect.inspection import inspect_run
 
     disable_progress_bar()
     arguments = {name: options[name] for name in ("prompt", "against", "up", "down", "seed", "no_code")}
     result = inspect_run(run, config, **arguments)
-    RunFolder(options.run).write_json(NAME, result)
-    page = write_inspect_page(run)
+    RunFolder(options.run).write_json("inspect.json", result)
+    RunFolder(options.run).write("inspect.html", render(result))
     print(visible(result["answer"]["sentence"]))
-    show_page(page, options)
+    show_page(run / "inspect.html", options)
 
 
 def report_parser() -> Parser:

@@ -7,19 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tokencredit.errors import ConfigError
-from tokencredit.report.inspect_file import NAME as FILE
-from tokencredit.report.inspect_file import read_inspect
 from tokencredit.report.templating import fill, readable, two_digits
-from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.summary import duration
 from tokencredit.runs.untrusted import visible
 
-NAME = "inspect.html"
 LONGEST = 40
 """Maximum characters of a token on the page."""
 WORDS = 6
@@ -28,19 +22,6 @@ LISTED = 10
 """Rows of a ranking above its fold."""
 COLUMNS = 120
 """Maximum positions of a map, so that the page of a long text stays small and fast."""
-
-
-def write_inspect_page(run: Path) -> Path:
-    """Write `inspect.html` into a run's folder, from its inspect.json, and return its path.
-
-    Raises:
-        ConfigError: inspect.json is missing or invalid.
-    """
-    inspect = read_inspect(run / FILE)
-    if inspect is None:
-        raise ConfigError(f"{str(run)!r} has no {FILE}; `tokencredit inspect` writes it")
-    RunFolder(str(run)).write(NAME, render(inspect))
-    return run / NAME
 
 
 def render(inspect: Mapping[str, Any]) -> str:

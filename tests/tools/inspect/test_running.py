@@ -8,7 +8,6 @@ from helpers.commands import refused
 from helpers.configs import quiet, text_config
 from helpers.rewards import vowels
 from tokencredit.cli import main
-from tokencredit.report.inspect_file import read_inspect
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
@@ -58,7 +57,7 @@ def lora(tmp_path_factory, model_folders):
 def test_the_command_writes_file_and_page(run, capsys):
     assert main(["inspect", str(run), "--prompt", "This movie was", "--seed", "3"]) == 0
     sentence, page = capsys.readouterr().out.splitlines()
-    result = read_inspect(run / "inspect.json")
+    result = json.loads((run / "inspect.json").read_text())
     assert (sentence, page) == (result["answer"]["sentence"], str(run / "inspect.html"))
     assert "<html" in (run / "inspect.html").read_text(encoding="utf-8")
     assert (result["run"], result["seed"]) == ("full", 3)

@@ -60,7 +60,7 @@ def inspect_run(
         no_code: refuse user code that another run's configuration would execute.
 
     Returns:
-        The contents of inspect.json, without its version.
+        The contents of inspect.json.
 
     Raises:
         ConfigError: a model cannot be loaded or read, the two have other shapes, or a word is several tokens.
