@@ -232,9 +232,9 @@ def held(tensors: Iterable[Any]) -> int:
 
 def measure(file: Path, out: Path) -> None:
     """Run a configuration, as `tokencredit train` does, and write what was measured."""
-    from tokencredit.cli import set_up_torch
+    from tokencredit.cli import set_up_libraries
 
-    set_up_torch()
+    set_up_libraries()
     import torch
     from transformers.utils.logging import disable_progress_bar
 

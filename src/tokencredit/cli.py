@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(parser.help_on(arguments[2]), end="")
             return 0
         options = parser.read(arguments[1:])
-        set_up_torch()
+        set_up_libraries()
         COMMANDS[command][1](options)
         print(end="", flush=True)
     except KeyboardInterrupt:
@@ -110,8 +110,9 @@ def command_parser(name: str) -> Parser:
     return parser
 
 
-def set_up_torch() -> None:
-    """Set what PyTorch reads from the environment when it is loaded, unless the user has set it."""
+def set_up_libraries() -> None:
+    """Set what PyTorch and Transformers read from the environment when loaded, unless the user has set it."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the screen has its own progress bar
     # With huge pages, new memory costs a quarter of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # OpenMP's threads wait for each other by spinning. Beside another busy process they spin through its turns too, and

@@ -34,11 +34,9 @@ def pairs(options: Options) -> None:
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
     out = check_new_file("--out", options.out, ".jsonl")
     check_new_file("the file of settings beside --out", str(out.with_suffix(".json")), ".json")
-    from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.tools.preferences.pairs import write_pairs
 
-    disable_progress_bar()
     write_pairs(source, which, reference, settings, out)
     print(out)
 

@@ -87,9 +87,7 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
         require_gymnasium()
         return audit_run(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
     config = read_config(run / "config.yaml", PPOConfig, options.no_code)
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
     limits = {"calls": options.calls, "tokens": options.tokens}
     settings = AuditConfig(completions=options.completions, **{"states": None, **shared, **limits})
     if options.no_code and any(".py:" in name for name in [*options.reward, options.dataset or ""]):
@@ -119,11 +117,9 @@ def limit(options: Options) -> None:
     else:
         config = read_config(run / "config.yaml", PPOConfig, options.no_code)
         config = replace(config, run=replace(config.run, dir=str(run)))
-    from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.tools import limit_run
 
-    disable_progress_bar()
     limit_run.limit(config, options.samples, run)
 
 
@@ -171,12 +167,10 @@ def inspect(options: Options) -> None:
     run = Path(options.run)
     config = read_policy_config(run, options.no_code)
     RunFolder(options.run).require_writable()  # before the comparison, which takes long
-    from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.report.inspect_page import render
     from tokencredit.tools.inspect.inspection import inspect_run
 
-    disable_progress_bar()
     arguments = {name: options[name] for name in ("prompt", "against", "up", "down", "seed", "no_code")}
     result = inspect_run(run, config, **arguments)
     RunFolder(options.run).write_json("inspect.json", result)

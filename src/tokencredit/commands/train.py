@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tokencredit.commands.command_line import (
     NON_NEGATIVE_INT,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tokencredit.tools.sweep.launch import Launcher, Resources
     from tokencredit.tools.sweep.sweep_file import SweepRun
 
+Config = TypeVar("Config", PPOConfig, ControlConfig, OfflineSettings)
 TrainingCommand = Literal["train", "control", "sft", "reward-model", "dpo"]
 
 
@@ -64,16 +65,14 @@ def check_run(options: Options) -> None:
             break
         except ConfigError as error:
             refused.append(str(error))
-            given = leaves(options.settings)
+            given = dict(leaves(options.settings))
             named = [key for key in given if re.search(rf"(?<![\w.]){re.escape(key)}\b", str(error))]
             if not named:
                 raise
             options.settings = grouped(PPOConfig, [x for x in given.items() if x[0] not in named])
-    from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.tools.check_run import Finding, check
 
-    disable_progress_bar()
     findings = [*(Finding("error", "settings", text) for text in refused), *check(config)]
     for state, part, text in findings:
         if not (refused and part == "settings" and state == "ok"):
@@ -82,35 +81,55 @@ def check_run(options: Options) -> None:
         raise RunStopped(f"{failed} of these must be changed before this run can start")
 
 
-def leaves(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by groups as a dict of whole keys."""
-    groups = {key for key, x in settings_of(PPOConfig).items() if is_dataclass(x.hint)}
-    pairs = {f"{name}.{key}": x for name in groups & settings.keys() for key, x in (settings[name] or {}).items()}
-    inner = {key: x for key, x in pairs.items() if key not in groups}
-    lora = {f"{key}.{last}": x for key in groups & pairs.keys() for last, x in (pairs[key] or {}).items()}
-    return {key: x for key, x in settings.items() if key not in groups} | inner | lora
+def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by groups as pairs of whole keys and values."""
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and is_dataclass(settings_of(PPOConfig)[key].hint):
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def train(options: Options) -> None:
     """Run `tokencredit train`."""
     if options.check:
         check_run(options)
-        return
-    resume = options.resume is not None
-    config = to_config(options, PPOConfig)
-    refuse_other_folder(config, options)
+    else:
+        train_run(PPOConfig, options)
+
+
+def train_run(kind: type[Config], options: Options) -> None:
+    """Run a command that trains: `train`, `control`, `sft`, `reward-model` or `dpo`."""
+    config, resume = to_config(options, kind), options.resume is not None
+    if resume and Path(str(config.run.dir)) != Path(options.resume):
+        raise ConfigError(
+            f"run.dir is {config.run.dir!r}, and --resume continues {options.resume!r} in its own folder; leave out "
+            "run.dir"
+        )
     refuse_objects(config, options)
     refuse_unused(config, rows=())
+    if isinstance(config, OfflineSettings) and config.data.dataset is None:
+        raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
     with training(config, resume=resume) as (config, resume):
-        from transformers.utils.logging import disable_progress_bar
+        if isinstance(config, ControlConfig):
+            require_gymnasium()
+            from tokencredit.control.control_trainer import ControlTrainer
 
-        from tokencredit.distributed.processes import return_freed_memory
-        from tokencredit.text.ppo_trainer import PPOTrainer
+            with raising_interrupt():  # from the start, so that the environments' processes are ended too
+                ControlTrainer(config).train(resume_from_checkpoint=resume)
+            return
+        if isinstance(config, OfflineSettings):
+            from tokencredit.text.offline.offline_trainer import OfflineTrainer
 
-        disable_progress_bar()  # the screen has its own progress bar
-        if config.run.shard != "none":
-            return_freed_memory()
-        trainer = PPOTrainer(args=config)
+            trainer: Any = OfflineTrainer(config)
+        else:
+            from tokencredit.distributed.processes import return_freed_memory
+            from tokencredit.text.ppo_trainer import PPOTrainer
+
+            if config.run.shard != "none":
+                return_freed_memory()
+            trainer = PPOTrainer(args=config)
         with raising_interrupt():
             trainer.train(resume_from_checkpoint=resume)
 
@@ -125,49 +144,6 @@ def refuse_objects(config: PPOConfig | ControlConfig | OfflineSettings, options:
     """Raise `ConfigError` if a configuration names parts from Python, with the flags that give them from files."""
     file = file_of(options)
     refuse_python(config, file, parts=read_parts(Path(file).parent) if config.python else None)
-
-
-def refuse_other_folder(config: PPOConfig | ControlConfig | OfflineSettings, options: Options) -> None:
-    """Raise `ConfigError` if `--resume` is given, and the run's folder is another."""
-    if options.resume is not None and Path(str(config.run.dir)) != Path(options.resume):
-        raise ConfigError(
-            f"run.dir is {config.run.dir!r}, and --resume continues {options.resume!r} in its own folder; leave out "
-            "run.dir"
-        )
-
-
-def control(options: Options) -> None:
-    """Run `tokencredit control`."""
-    resume = options.resume is not None
-    config = to_config(options, ControlConfig)
-    refuse_other_folder(config, options)
-    refuse_objects(config, options)
-    with training(config, resume=resume) as (config, resume):
-        require_gymnasium()
-        from tokencredit.control.control_trainer import ControlTrainer
-
-        with raising_interrupt():  # from the start, so that the environments' processes are ended too
-            ControlTrainer(config).train(resume_from_checkpoint=resume)
-
-
-def offline(kind: type[OfflineSettings], options: Options) -> None:
-    """Run `tokencredit sft`, `reward-model` or `dpo`."""
-    resume = options.resume is not None
-    config = to_config(options, kind)
-    refuse_other_folder(config, options)
-    refuse_unused(config, rows=())
-    refuse_objects(config, options)
-    if config.data.dataset is None:
-        raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
-    with training(config, resume=resume) as (config, resume):
-        from transformers.utils.logging import disable_progress_bar
-
-        from tokencredit.text.offline.offline_trainer import OfflineTrainer
-
-        disable_progress_bar()
-        trainer = OfflineTrainer(config)
-        with raising_interrupt():
-            trainer.train(resume_from_checkpoint=resume)
 
 
 def size(text: str) -> float:
@@ -203,12 +179,10 @@ def plan(options: Options) -> None:
     config = to_config(options, PPOConfig)
     refuse_unused(config, rows=())
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
-    from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.tools.plan.plan import make_plan
     from tokencredit.tools.plan.show import show, write
 
-    disable_progress_bar()
     chosen = {name: getattr(options, name) for name in ("processes", "tokens", "prompt_tokens", "device", "memory")}
     made = make_plan(config, time=not options.no_time, **chosen)
     show(made)

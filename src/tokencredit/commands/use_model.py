@@ -73,13 +73,11 @@ def generate(options: Options) -> None:
         raise ConfigError("--ids has no effect on episodes, whose transcripts are printed; leave it out")
     prompts = asked_for(options.prompt) if asked else None
     from rich.console import Console
-    from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.runs.console import spoken
     from tokencredit.runs.transcript import transcript
     from tokencredit.tools.trained_policy import Policy, completion_ids
 
-    disable_progress_bar()
     policy, console = Policy(source, which, settings, critic=False), Console(highlight=False)
     if played:
         for record in policy.play(settings.n or 5):
@@ -134,11 +132,9 @@ def chat(options: Options) -> None:
     for source, _ in sources:
         settings.configure(source, options.no_code)
     from rich.console import Console
-    from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.tools import chat as chats
 
-    disable_progress_bar()
     speakers = [chats.load_speaker(source, which, settings) for source, which in sources]
     console = Console(highlight=False)
     if options.message is not None:
@@ -162,11 +158,9 @@ def evaluate(options: Options) -> None:
     source = replace(source, config=settings.configure(source, options.no_code))
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
-    from transformers.utils.logging import disable_progress_bar
 
     from tokencredit.text.evaluation import evaluate_source, write_metrics
 
-    disable_progress_bar()
     metrics = evaluate_source(source, which, reference)
     if out is not None:
         write_metrics(out, source, which, reference, metrics)
