@@ -54,7 +54,7 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("summary.json", b"no", "summary.json is not JSON"),
         ("config.yaml", b"a: [", "config.yaml: while parsing"),
         ("config.yaml", b"!!python/object/apply:os.system ['true']", "config.yaml: .*os.system' is a tag"),
-        ("config.yaml", b"nothing", "config.yaml holds no configuration"),
+        ("config.yaml", b"nothing", "config.yaml: it holds no settings"),
         ("config.yaml", b"seed: 1\nseed: 2\n", "config.yaml: seed is given twice line 2"),
         ("config.yaml", b"env:", "config.yaml: env is not an object"),
         ("config.yaml", b"reward: [{weight: heavy}]", r"config.yaml: reward\[0\]\.weight is not a number"),

@@ -217,18 +217,17 @@ class Parser(argparse.ArgumentParser):
             state = "does not exist" if file and not Path(file).exists() else "is not a file"
             raise ConfigError(f"--config: {file!r} {state}")
         settings = read_yaml(Path(file))
-        if isinstance(settings, Mapping):
-            if {"variants", "grid"} & set(settings):
-                raise ConfigError(f"{file}: it is a sweep's; train its runs with: tokencredit sweep {quote(file)}")
-            if "actor_rollout_ref" in settings or "ppo" in (settings.get("stage"), settings.get("rlhf_type")):
-                raise ConfigError(
-                    f"{file}: it is another project's; make one of it with: tokencredit migrate {quote(file)}"
-                )
-            if run_kind := other_run_kind(settings, self.kind):
-                raise ConfigError(f"{file}: it is a configuration of tokencredit {run_kind.command}")
-            options = {action.dest for action in self._actions if not isinstance(action, Given)}
-            if misplaced := options.intersection(settings):
-                raise ConfigError(f"{file}: {min(misplaced)} is an option of the command, not a setting")
+        if {"variants", "grid"} & set(settings):
+            raise ConfigError(f"{file}: it is a sweep's; train its runs with: tokencredit sweep {quote(file)}")
+        if "actor_rollout_ref" in settings or "ppo" in (settings.get("stage"), settings.get("rlhf_type")):
+            raise ConfigError(
+                f"{file}: it is another project's; make one of it with: tokencredit migrate {quote(file)}"
+            )
+        if run_kind := other_run_kind(settings, self.kind):
+            raise ConfigError(f"{file}: it is a configuration of tokencredit {run_kind.command}")
+        options = {action.dest for action in self._actions if not isinstance(action, Given)}
+        if misplaced := options.intersection(settings):
+            raise ConfigError(f"{file}: {min(misplaced)} is an option of the command, not a setting")
         return read_settings(self.kind, file)
 
     def _resumed(self, run: str) -> Path:
@@ -236,8 +235,7 @@ class Parser(argparse.ArgumentParser):
         if not run:
             raise ConfigError("--resume is empty; give the folder of a run")
         file = run_config_file(Path(run))
-        settings = read_yaml(file)
-        if isinstance(settings, Mapping) and (run_kind := other_run_kind(settings, self.kind)):
+        if run_kind := other_run_kind(read_yaml(file), self.kind):
             command = f"tokencredit {run_kind.command}"
             raise ConfigError(f"{run!r} is a run of {command}; resume it with: {command} --resume {run}")
         return file

@@ -79,8 +79,7 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
     """An audit of a run of either kind; `shared` are the settings that both have."""
     from tokencredit.tools.audit_run import audit_run, given_parts
 
-    settings = read_yaml(run_config_file(run))
-    if isinstance(settings, dict) and run_kind_of(settings) is CONTROL:
+    if run_kind_of(read_yaml(run_config_file(run))) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
         if options.calls or options.tokens or options.reward or options.dataset:
             raise ConfigError("--calls, --tokens, --reward and --prompts.dataset are for texts; leave them out")

@@ -179,8 +179,6 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
     """
     path = Path(path).expanduser()
     config = read_yaml(run_config_file(path))
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path / 'config.yaml'} holds no configuration")
     require(path / "config.yaml", config, {f"{group}?": {} for group in GROUPS})
     for key, form in CONFIG.items():
         if (value := setting_of(config, key)) is not None:

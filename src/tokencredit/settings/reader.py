@@ -100,16 +100,16 @@ def refuse(text: str) -> None:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-def read_yaml(file: Path) -> Any:
-    """Load a YAML file.
+def read_yaml(file: Path) -> dict[Any, Any]:
+    """Load a YAML file of settings.
 
     Raises:
-        ConfigError: the file cannot be read, or as `load_yaml`; the message names file and line.
+        ConfigError: the file cannot be read, holds no mapping, or as `load_yaml`; the message names file and line.
     """
     text = ""
     try:
         text = file.read_text(encoding="utf-8")
-        return load_yaml(text)
+        settings = load_yaml(text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -117,6 +117,9 @@ def read_yaml(file: Path) -> Any:
         mark: Any = getattr(error, "problem_mark", None)
         tab = mark is not None and text[mark.index : mark.index + 1] == "\t"
         raise ConfigError(f"{file}: {reason}{'; indent with spaces, not with tabs' if tab else ''}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{file}: it holds no settings; it must be a mapping of keys to values")
+    return settings
 
 
 def dump_yaml(settings: Mapping[str, Any]) -> str:
@@ -159,8 +162,6 @@ def read_settings(kind: type, path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} {'is not a file' if file.exists() else 'does not exist'}")
     settings = read_yaml(file)
     try:
-        if not isinstance(settings, Mapping):
-            raise ConfigError("it holds no settings; it must be a mapping of keys to values")
         groups = grouped(kind, settings.items())
         _values(kind(), groups, settings_of(kind))
     except ConfigError as error:

@@ -241,7 +241,7 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
         ConfigError: the file is missing or not a run's configuration of this kind, or user code is refused.
     """
     settings = read_yaml(run_config_file(file.parent))
-    if isinstance(settings, Mapping) and (run_kind := other_run_kind(settings, kind)):
+    if run_kind := other_run_kind(settings, kind):
         raise ConfigError(
             f"{file}: it is of a run of tokencredit {run_kind.command}, which this command cannot read; use "
             f"tokencredit {run_kind.sampler} {shlex.quote(str(file.parent))}"
@@ -296,14 +296,13 @@ def read_source(name: str, no_code: bool = False) -> ModelSource:
                 f"{' or '.join(MODEL_FILES)}"
             )
         return ModelSource(name, plain(ModelConfig(name=name)))
-    settings = read_yaml(folder / "config.yaml")
-    run_kind = run_kind_of(settings) if isinstance(settings, Mapping) else None
+    run_kind = run_kind_of(read_yaml(folder / "config.yaml"))
     if run_kind is REWARD_MODEL:
         raise ConfigError(
             f"{name!r} is a run of tokencredit reward-model, which writes no texts; as a reward it is "
             f"{{reward_model: {folder / REWARD_MODEL.saved}}}"
         )
-    if run_kind is not None and run_kind in OFFLINE:
+    if run_kind in OFFLINE:
         offline: Any = read_config(folder / "config.yaml", run_kind.config, no_code)
         return ModelSource(name, plain(ModelConfig(**vars(offline.model))), folder)
     return ModelSource(name, read_config(folder / "config.yaml", PPOConfig, no_code), folder, scored=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +26,7 @@ def load(name: str | Path, which: str = "policy") -> Policy | TrainedAgent:
         ConfigError: there is no such model, or the run has no such policy.
     """
     file = Path(name).expanduser() / "config.yaml"
-    settings = read_yaml(file) if file.is_file() else None
-    if not isinstance(settings, Mapping) or run_kind_of(settings) is not CONTROL:
+    if not file.is_file() or run_kind_of(read_yaml(file)) is not CONTROL:
         from tokencredit.tools.trained_policy import Policy
 
         return Policy(read_source(str(name)), which)

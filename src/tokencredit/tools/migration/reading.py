@@ -78,10 +78,8 @@ def read(file: Path) -> Source:
     return found
 
 
-def mapping_source(settings: Any, file: Path) -> Source:
+def mapping_source(settings: Mapping[Any, Any], file: Path) -> Source:
     """The settings of a YAML or JSON file."""
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{file}: it holds no settings; it must be a mapping of keys to values")
     given = {key: value for key, value in flat(settings).items() if value is not None and not unresolved(value)}
     scripts = (shell_source(value, file) for value in given.values() if isinstance(value, str) and "\n" in value)
     if found := next(filter(None, scripts), None):

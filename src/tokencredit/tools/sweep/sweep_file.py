@@ -16,7 +16,7 @@ from tokencredit.runs.folder import read_parts
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.reader import grouped, read_yaml
+from tokencredit.settings.reader import grouped, merged, read_yaml
 from tokencredit.settings.run_kind import RUN_KINDS, RunKind, foreign_code, other_run_kind
 from tokencredit.settings.text import PPOConfig
 
@@ -90,22 +90,14 @@ def read_sweep(file: Path, configure: Configure) -> list[SweepRun]:
     Raises:
         ConfigError: the file or one of its variants is invalid; nothing has been run or written.
     """
-    sweep = read_settings(file)
+    sweep = read_yaml(file)
     base = sweep.get("base", {})
     if isinstance(base, str):
-        sweep["base"] = read_settings(file.parent / Path(base).expanduser())
+        sweep["base"] = read_yaml(file.parent / Path(base).expanduser())
     try:
         return expand(sweep, configure)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
-
-
-def read_settings(file: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; raises `ConfigError` if it holds none."""
-    settings = read_yaml(file)
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{file} holds no settings")
-    return settings
 
 
 def first_seeds(runs: Sequence[SweepRun], count: int | None) -> list[SweepRun]:
@@ -132,7 +124,7 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[SweepRun]:
     runs = []
     for name, overrides in variants(sweep).items():
         try:
-            settings = merged(base, grouped(run_kind.config, overrides.items()))
+            settings = merged(run_kind.config, base, grouped(run_kind.config, overrides.items()))
             if "seed" in settings:
                 raise ConfigError("seed is set by the sweep; use its key seeds instead")
             if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:
@@ -205,15 +197,6 @@ def combinations(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"grid gives the name {name} {why}; name its combinations under variants instead")
         named[name] = dict(zip(grid, values, strict=True))
     return named
-
-
-def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with overrides; a list replaces a list."""
-    settings = dict(base)
-    for key, value in overrides.items():
-        both = isinstance(value, dict) and isinstance(settings.get(key), dict)
-        settings[key] = merged(settings[key], value) if both else value
-    return settings
 
 
 def refuse_changed(runs: Sequence[SweepRun]) -> None:
