@@ -16,7 +16,7 @@ from tokencredit.runs.folder import read_parts
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.reader import grouped, merged, read_yaml
+from tokencredit.settings.reader import grouped, read_yaml
 from tokencredit.settings.run_kind import RUN_KINDS, RunKind, foreign_code, other_run_kind
 from tokencredit.settings.text import PPOConfig
 
@@ -124,7 +124,7 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[SweepRun]:
     runs = []
     for name, overrides in variants(sweep).items():
         try:
-            settings = merged(run_kind.config, base, grouped(run_kind.config, overrides.items()))
+            settings = merged(base, grouped(run_kind.config, overrides.items()))
             if "seed" in settings:
                 raise ConfigError("seed is set by the sweep; use its key seeds instead")
             if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:
@@ -197,6 +197,15 @@ def combinations(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"grid gives the name {name} {why}; name its combinations under variants instead")
         named[name] = dict(zip(grid, values, strict=True))
     return named
+
+
+def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with overrides, also of single keyword arguments (`env.kwargs.size`); a list replaces a list."""
+    settings = dict(base)
+    for key, value in overrides.items():
+        both = isinstance(value, dict) and isinstance(settings.get(key), dict)
+        settings[key] = merged(settings[key], value) if both else value
+    return settings
 
 
 def refuse_changed(runs: Sequence[SweepRun]) -> None:
