@@ -247,3 +247,12 @@ def test_other_names_come_from_an_installed_trl():
     assert ScriptArguments is trl.ScriptArguments
     with pytest.raises(ImportError):
         from tokencredit.trl import NothingOfTheKind  # noqa: F401
+
+
+def test_modules_of_trl_are_this_one():
+    from tokencredit.trl.core import LengthSampler as Sampler
+    from tokencredit.trl.experimental.ppo import PPOConfig as Config
+    from tokencredit.trl.trainer.utils import SIMPLE_CHAT_TEMPLATE
+
+    assert (Sampler, Config) == (LengthSampler, PPOConfig)
+    assert "Assistant:" in SIMPLE_CHAT_TEMPLATE

@@ -188,6 +188,11 @@ class PPOTrainer(LoopByHand):
         """
         if self.handed_scores is not None:
             raise ConfigError(f"train() needs a reward: {NO_REWARD}")
+        if self.remaining is not None:
+            raise ConfigError(
+                "train() does a whole run, and this one was begun by hand: go on with learn(batch), or close() it and "
+                "resume it with train(resume_from_checkpoint=True) of another trainer"
+            )
         with rng.isolated():
             rng.set_torch_state(self.rng)
             try:
@@ -263,7 +268,8 @@ class PPOTrainer(LoopByHand):
             if self.args.audit.every and number % self.args.audit.every == 0:
                 metrics |= self.auditor.measure(number, self.stages, self.record, self.tokenizer)
             results |= {"metrics": metrics, "samples": samples}
-        return metrics | self.stages.times(metrics["tokens"]), samples
+        metrics |= self.stages.times(metrics["tokens"])
+        return self.progress
 
     def learned(self) -> Iteration | None:
         """Metrics and samples so far of an iteration that failed after its update; None if it failed before."""

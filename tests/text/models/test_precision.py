@@ -30,11 +30,16 @@ def capabilities(monkeypatch, **flags):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_configured_dtype_is_taken(dtype):
+def test_a_configured_dtype_is_taken_and_one_that_is_only_emulated_is_said(dtype, monkeypatch):
+    capabilities(monkeypatch)
     processes = Processes()
     chosen = choose_precision(dtype, processes, None)
     assert chosen == Precision(dtype, processes.device)
-    assert (chosen.choices, chosen.notes) == ({}, [])
+    assert chosen.choices == {}
+    slower = "model.dtype bfloat16 is slower here than float32, since this CPU has no bfloat16 instructions; auto takes"
+    assert chosen.notes == ([] if dtype == "float32" else [f"{slower} float32"])
+    capabilities(monkeypatch, amx_bf16=True)
+    assert chosen.notes == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from helpers.files import read_events, read_jsonl, read_metrics
 from helpers.runs import assert_same
 from tokencredit.errors import ConfigError
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.training import EvalConfig
+from tokencredit.settings.training import EvalConfig, RunConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 PROMPTS = ["This movie was", "The actors", "Honestly"]
@@ -68,6 +69,8 @@ def test_a_loop_that_was_closed_is_resumed_where_it_was(whole, tmp_path):
         learn(trainer)
     assert trainer.summary["stopped_by"] == "close()"
     trainer = by_hand(tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds a run or other files already"):
+        trainer.begin()
     assert trainer.begin(resume_from_checkpoint=True) == 1
     learn(trainer, PROMPTS[:2])
     assert_same(whole[0], tmp_path / "run")
@@ -132,14 +135,20 @@ def test_a_mistake_is_said_and_the_loop_goes_on(tmp_path):
     for message, call in MISTAKES.items():
         with pytest.raises(ConfigError, match=message):
             call(trainer, batch)
+    assert math.isnan(trainer.learn(batch, [math.nan] * 3)["reward"]), "of a batch that was skipped"
     trainer.learn(batch, torch.zeros(3))
-    assert trainer.close()["iterations"] == 1
+    assert trainer.close()["iterations"] == 2
 
 
 def test_scores_need_a_trainer_without_a_reward(tmp_path):
     trainer = PPOTrainer(reward_funcs=short, args=text_config(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"a reward of its own, short: leave them out, or give PPOTrainer reward_fun"):
         trainer.learn(trainer.sample(), [0.0] * 8)
+    with pytest.raises(ConfigError, match=r"this one was begun by hand: go on with learn\(batch\), or close\(\) it"):
+        trainer.train()
     trainer.close()
+    trainer = by_hand(None, run=RunConfig())
+    with pytest.raises(ConfigError, match=r"is True, and run.dir is not set; set run.dir to the folder of a run"):
+        trainer.begin(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match=r"eval.every needs a reward, and reward_funcs is \[\]"):
         by_hand(tmp_path / "other", eval=EvalConfig(every=1))

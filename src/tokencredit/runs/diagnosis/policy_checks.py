@@ -95,11 +95,11 @@ def mismatch(run: Evidence) -> Finding | None:
 
 def engine_mismatch(run: Evidence) -> Finding | None:
     """The engine draws tokens from another distribution than the trained model's, and neither the run's filters nor
-    sampling ahead explain it."""
+    the age of samples explain it."""
     exact = run.setting("model.dtype") == "float32"
     kl, distance = (ROUNDING_KL, ROUNDING_DISTANCE) if exact else (ROUNDING_IN_BFLOAT16, ROUNDING_IN_BFLOAT16)
     apart = run.last("behavior_kl") > kl or engine_distance(run) > distance
-    if _filters(run) or run.setting("rollout.max_age") or not apart:
+    if _filters(run) or run.setting("rollout.max_age") or run.last("age_max") > 0 or not apart:
         return None
     return Finding(
         "the engine does not draw from the trained model",
@@ -119,12 +119,13 @@ def stale_samples(run: Evidence) -> Finding | None:
     """Samples are so many updates old that the policy has moved away from them."""
     if _filters(run) or not (run.last("age_max") > 0 and run.last("behavior_kl") > STALE_KL):
         return None
+    sooner = "lower rollout.max_age" if run.setting("rollout.max_age") else "learn from a batch soon, and only once"
     return Finding(
         "samples are too old",
         f"{run.where('behavior_kl')} nats per token; {run.where('age_mean')} updates",
         "Between the drawing of a token and its use the policy has changed so much that its samples say little about "
         "the present one.",
-        ("lower rollout.max_age, optim.lr or ppo.epochs; corrections did not help where this was measured",),
+        (f"{sooner}, lower optim.lr or ppo.epochs; corrections did not help where this was measured",),
     )
 
 

@@ -55,8 +55,11 @@ class Precision:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for a run's events about resolved `auto` settings."""
-        return [] if self.reason is None else [f"model.dtype auto: {self.dtype}, {self.reason}"]
+        """Lines for a run's events about a resolved `auto`, or a dtype that the device only emulates."""
+        if self.reason is not None:
+            return [f"model.dtype auto: {self.dtype}, {self.reason}"]
+        known, reason = choose_for_device(self.device) if self.bfloat16 else (True, "")
+        return [] if known else [f"model.dtype bfloat16 is slower here than float32, {reason}; auto takes float32"]
 
     def autocast(self) -> torch.autocast:
         """A context for forward passes in this dtype."""

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.learn import rng
-from tokencredit.runs.loop import Steps, steps
+from tokencredit.runs.loop import Iteration, Steps, steps
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.rollout import RolloutConfig
@@ -72,6 +72,8 @@ class LoopByHand:
     tokenizer: Any
     rng: dict[str, Any]
     reported: set[str]
+    progress: Iteration
+    """Metrics and samples of the iteration."""
     rows: int
     """Completions of the batch, over all processes."""
     handed: Batch | None = None
@@ -103,7 +105,11 @@ class LoopByHand:
         if self.remaining is not None:
             raise ConfigError("the run has begun already; make another trainer to resume it")
         self.remaining = steps(self, **self.start(resume_from_checkpoint), by_hand=True)  # type: ignore[arg-type]
-        return self._advance()
+        try:
+            return self._advance()
+        except ConfigError:  # it has not begun
+            self.remaining = None
+            raise
 
     def sample(self, prompts: Any = None, *, max_new_tokens: int | None = None) -> Batch:
         """Sample `rollout.per_prompt` completions of each prompt from the current policy.
@@ -161,6 +167,8 @@ class LoopByHand:
     def learn(self, batch: Batch, scores: Any = None) -> dict[str, float]:
         """Do an iteration on a batch: credit, update, records, and what else is due; returns its metrics.
 
+        `reward` is NaN if the batch was skipped, since some of its numbers were not finite.
+
         Args:
             batch: from `sample`, `adopt` or `score`, of any size.
             scores: one number per completion, or a list of one per token; None for the run's own reward.
@@ -194,7 +202,7 @@ class LoopByHand:
             self.handed = None
             if given is not None:
                 given.scores = None
-        return {name: x for name, x in self.record.history[-1].items() if x == x}
+        return dict(self.progress[0])
 
     def close(self) -> Summary:
         """End the run, unless it has ended: checkpoint, policy, summary, page; returns the summary."""
