@@ -7,7 +7,6 @@ from dataclasses import asdict
 import pytest
 
 from tokencredit.runs.diagnosis import CHECKS, EXPLAINS, diagnose, no_finding
-from tokencredit.runs.summary import History
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import flat
 from tokencredit.settings.text import PPOConfig
@@ -351,15 +350,6 @@ def test_only_a_lambda_that_is_there_can_be_raised_or_lowered(estimator, lam, ra
     found = diagnose(rows, CONFIG | {"advantage": config})
     assert [finding.name for finding in found] == ["lam_low"] * raised + ["lam_high"] * lowered
     assert all(("advantage.estimator: gae" in f.advice) == (estimator in ("td", "monte_carlo")) for f in found)
-
-
-def test_a_history_is_judged_as_its_rows_are():
-    rows = audited(sick("entropy_collapse"), 30, 40, spread_high=0.1, lower_lam=0.3)
-    history = History()
-    for row in rows:
-        history.append(row)
-    assert diagnose(history, CONFIG) == diagnose(rows, CONFIG)
-    assert len(diagnose(rows, CONFIG)) == 3
 
 
 def test_findings_are_ordered_by_severity():

@@ -355,8 +355,7 @@ class RunRecord:
 
     def nothing_learned(self) -> TooManyBadSteps | None:
         """The error of a run whose every optimizer step was skipped, so that its weights are unchanged; or None."""
-        skipped = any(count > 0 for count in self.history.column("bad_steps"))
-        if not skipped or any(map(math.isfinite, self.history.column("loss"))):
+        if not any(self.history.values("bad_steps")) or self.history.values("loss"):
             return None
         return TooManyBadSteps(
             f"nothing was learned in {len(self.history)} iterations: no optimizer step was taken, and rewards, losses "

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from tokencredit.runs.jsonl import is_number
 from tokencredit.settings.run_kind import RunKind
@@ -19,48 +18,21 @@ PRETRAINING = "pretrain/tokens"
 Row = Mapping[str, float]
 
 
-class History(Sequence[Row]):
-    """Rows of metrics, stored by column: eight bytes per number, a tenth of a dict per row.
+class History(list[Row]):
+    """Rows of metrics, in which NaN stands for None."""
 
-    Missing values and None are NaN.
-    """
-
-    def __init__(self) -> None:
-        self._columns: dict[str, array[float]] = {}
-        self._rows = 0
-        self.since = 0
-        """Rows before the last change of what is scored."""
-        self.priced = 0
-        """Rows before the last change of what the attainable depends on."""
+    since = 0
+    """Rows before the last change of what is scored."""
+    priced = 0
+    """Rows before the last change of what the attainable depends on."""
 
     def append(self, row: Mapping[str, float | None]) -> None:
         """Add a row."""
-        for name in row:
-            if name not in self._columns:
-                self._columns[name] = array("d", [math.nan] * self._rows)
-        for name, column in self._columns.items():
-            value = row.get(name)
-            column.append(math.nan if value is None else value)
-        self._rows += 1
+        super().append({name: math.nan if value is None else value for name, value in row.items()})
 
-    def column(self, name: str) -> Sequence[float]:
-        """One metric in all rows; empty if no row has it."""
-        return self._columns.get(name, array("d"))
-
-    def __len__(self) -> int:
-        return self._rows
-
-    @overload
-    def __getitem__(self, at: int) -> Row: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Row]: ...
-    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
-        if isinstance(at, slice):
-            return [self[row] for row in range(*at.indices(self._rows))]
-        return {name: column[at] for name, column in self._columns.items()}
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[row] for row in range(self._rows))
+    def values(self, name: str) -> list[float]:
+        """The finite numbers of a metric, in all rows."""
+        return list(finite(row.get(name) for row in self))
 
 
 def finite(values: Iterable[Any]) -> Iterator[float]:
@@ -173,7 +145,7 @@ def summarise(history: History, run_kind: RunKind, folder: Path, seconds: float,
         kl_last=final_mean(history, "kl"),
         iterations=len(history),
         seconds=seconds,
-        per_second=sum((*finite(history.column(run_kind.unit)), *finite(history.column(PRETRAINING)))) / seconds,
+        per_second=sum((*history.values(run_kind.unit), *history.values(PRETRAINING))) / seconds,
         stopped_by=stopped_by,
         run_kind=run_kind,
         since=history.since,

@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice
 from typing import Any
 
 from tokencredit.runs.folder import setting_of
 from tokencredit.runs.jsonl import is_number
-from tokencredit.runs.summary import WINDOW, History, finite, mean
+from tokencredit.runs.summary import WINDOW, finite, mean
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import settings_of
 from tokencredit.settings.run_kind import CONTROL, RunKind, run_kind_of
@@ -60,7 +60,7 @@ def _foreign_keys(run_kind: RunKind) -> frozenset[str]:
 
 
 class Evidence:
-    """Metrics of the iterations so far, by column, and completions of the newest that has some."""
+    """Metrics of the iterations so far, and completions of the newest that has some."""
 
     def __init__(
         self,
@@ -92,32 +92,24 @@ class Evidence:
 
     def values(self, name: str, part: slice) -> list[float]:
         """A metric's finite numbers in some iterations."""
-        return list(finite(self.column(name)[part]))
+        return list(finite(row.get(name) for row in self.metrics[part]))
 
-    def column(self, name: str) -> Sequence[Any]:
-        """A metric in all iterations; non-finite values count as missing."""
-        if isinstance(self.metrics, History):
-            return self.metrics.column(name)
-        return [row.get(name) for row in self.metrics]
-
-    def audits(self) -> list[int]:
-        """Rows of the last audits of a settled run, newest first."""
-        column = self.column("audit/noise")
-        rows = (row for row in range(len(column) - 1, SETTLED - 2, -1) if is_number(column[row]))
-        return list(islice(rows, AUDITS))
+    @cached_property
+    def audits(self) -> list[Mapping[str, Any]]:
+        """Rows of the last audits of a settled run."""
+        rows = (row for row in reversed(self.metrics[SETTLED - 1 :]) if is_number(row.get("audit/noise")))
+        return [*islice(rows, AUDITS)][::-1]
 
     def in_audits(self, name: str, bad: Callable[[float], bool]) -> bool:
         """True if there are audits, and in all of the last ones the metric is bad."""
-        column = self.column(name)
-        numbers = [column[row] for row in self.audits()] if len(column) else []
+        numbers = [row.get(name) for row in self.audits]
         return bool(numbers) and all(is_number(x) and bad(x) for x in numbers)
 
     def audited(self, name: str) -> str:
         """A metric in the last audits, as text."""
-        column, rows = self.column(name), self.audits()[::-1]
-        numbers = ", ".join(f"{column[row]:.3g}" for row in rows)
-        iterations = " and ".join(str(int(self.metrics[row]["iteration"])) for row in rows)
-        where = "the audit of iteration" if len(rows) == 1 else "the audits of iterations"
+        numbers = ", ".join(f"{row[name]:.3g}" for row in self.audits)
+        iterations = " and ".join(str(int(row["iteration"])) for row in self.audits)
+        where = "the audit of iteration" if len(self.audits) == 1 else "the audits of iterations"
         return f"{name} {numbers} in {where} {iterations}"
 
     def mean(self, name: str, part: slice) -> float:
