@@ -16,7 +16,7 @@ from tokencredit.report.reading import read_run
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.run_kind import read_config
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.tools.audit_run import audit_run
+from tokencredit.tools.audit_run import audit_completions
 
 FILE = """
 import torch
@@ -190,4 +190,4 @@ def test_its_arguments_are_in_the_record_and_an_edited_file_is_not_audited(run, 
     args = read_config(copy / "config.yaml", PPOConfig)
     args = replace(args, critic=replace(args.critic, kind=f"{tmp_path}/mine.py:PerPosition"))
     with pytest.raises(ConfigError, match=r"critic\.kind is PerPosition.*; the run had PerPosition.*: give the same"):
-        audit_run(copy, args, AuditConfig(every=1, completions=8, continuations=2, states=1))
+        audit_completions(copy, args, AuditConfig(every=1, completions=8, continuations=2, states=1))

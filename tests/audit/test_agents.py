@@ -33,7 +33,7 @@ from tokencredit.settings.control import (
     EnvConfig,
     EpisodesConfig,
 )
-from tokencredit.tools.audit_run import audit_run
+from tokencredit.tools.audit_run import audit_agent
 
 SIDE, SLIP, GOAL, PIT, GAMMA = 3, 0.2, 8, 5, 0.9
 STARTS, MOVES = (0, 1, 3, 6), ((-1, 0), (1, 0), (0, -1), (0, 1))
@@ -414,12 +414,12 @@ def test_a_run_with_audits_is_bit_for_bit_the_run_without(kind, tmp_path):
     assert (written["critic"] is None) == (kind == "none")
     last = read_metrics(tmp_path / "with")[-1]
     assert {key: x for key, x in last.items() if key.startswith("audit/")} == written["metrics"]
-    again = audit_run(tmp_path / "with", trainer.args, settings)
+    again = audit_agent(tmp_path / "with", trainer.args, settings)
     timeless = [{key: x for key, x in audit.items() if key != "seconds"} for audit in (written, again)]
     assert timeless[0] == timeless[1], "the command finds what the run found"
-    assert audit_run(tmp_path / "with", trainer.args, settings, 2)["iteration"] == 2
+    assert audit_agent(tmp_path / "with", trainer.args, settings, 2)["iteration"] == 2
     with pytest.raises(ConfigError, match=r"has no checkpoint of iteration 1; there are: 2"):
-        audit_run(tmp_path / "with", trainer.args, settings, 1)
+        audit_agent(tmp_path / "with", trainer.args, settings, 1)
 
 
 def test_the_command_audits_an_agent(tmp_path, capsys):

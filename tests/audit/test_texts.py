@@ -31,7 +31,7 @@ from tokencredit.text.audit.continuations import batch_by_position
 from tokencredit.text.audit.cost import Pace, expected
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.tools.audit_run import audit_run
+from tokencredit.tools.audit_run import audit_completions
 from tokencredit.user_code.user_objects import load_object
 
 pytestmark = pytest.mark.slow
@@ -489,7 +489,7 @@ def test_a_trainer_from_python_audits_what_it_has_trained_and_the_command_refuse
     with pytest.raises(
         ConfigError, match="was begun in Python with reward_funcs, model, processing_class, which its folder"
     ):
-        audit_run(tmp_path / "run", config, AuditConfig(every=1))
+        audit_completions(tmp_path / "run", config, AuditConfig(every=1))
 
 
 def test_rewinding_a_run_removes_a_later_or_unreadable_audit(tmp_path):

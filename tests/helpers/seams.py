@@ -18,7 +18,7 @@ from tokencredit.settings.training import AuditConfig
 from tokencredit.text.audit.continuations import run_in_all
 from tokencredit.text.engines.requests import EngineFailure
 from tokencredit.text.rewards.calls import RewardError
-from tokencredit.tools.audit_run import audit_run
+from tokencredit.tools.audit_run import audit_completions
 
 
 def run_settings(model, folder):
@@ -31,7 +31,7 @@ def audited(model, folder):
     """Trains with sharded models; returns the rewards that an audit of the run finds."""
     config = PPOConfig.from_dict(run_settings(model, folder) | {"run.shard": "full"})
     PPOTrainer(args=config).train()
-    audit = audit_run(folder, config, AuditConfig(every=1, completions=2, continuations=2, states=1))
+    audit = audit_completions(folder, config, AuditConfig(every=1, completions=2, continuations=2, states=1))
     return [sample["reward"] for sample in audit["samples"]]
 
 

@@ -25,7 +25,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.fields import at_home, refuse_unused
 from tokencredit.settings.reader import read_yaml
-from tokencredit.settings.run_kind import CONTROL, read_config, read_policy_config, run_config_file, run_kind_of
+from tokencredit.settings.run_kind import CONTROL, read_config, read_source, run_config_file, run_kind_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.tools.load_run import require_gymnasium
@@ -77,14 +77,14 @@ def audit(options: Options) -> None:
 
 def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, Any]:
     """An audit of a run of either kind; `shared` are the settings that both have."""
-    from tokencredit.tools.audit_run import audit_run, given_parts
+    from tokencredit.tools.audit_run import audit_agent, audit_completions, given_parts
 
     if run_kind_of(read_yaml(run_config_file(run))) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
         if options.calls or options.tokens or options.reward or options.dataset:
             raise ConfigError("--calls, --tokens, --reward and --prompts.dataset are for texts; leave them out")
         require_gymnasium()
-        return audit_run(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
+        return audit_agent(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
     config = read_config(run / "config.yaml", PPOConfig, options.no_code)
 
     limits = {"calls": options.calls, "tokens": options.tokens}
@@ -92,7 +92,7 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
     if options.no_code and any(".py:" in name for name in [*options.reward, options.dataset or ""]):
         raise ConfigError("--no-code, but --reward or --prompts.dataset executes user code")
     given = given_parts(config, options.reward, options.dataset)
-    return audit_run(run, config, settings, options.checkpoint, given)
+    return audit_completions(run, config, settings, options.checkpoint, given)
 
 
 def limit_parser() -> Parser:
@@ -164,14 +164,15 @@ def inspect(options: Options) -> None:
     """Run `tokencredit inspect`."""
     options.refuse_empty("against")
     run = Path(options.run)
-    config = read_policy_config(run, options.no_code)
+    run_config_file(run)
+    source = read_source(options.run, options.no_code)
     RunFolder(options.run).require_writable()  # before the comparison, which takes long
 
     from tokencredit.report.inspect_page import render
     from tokencredit.tools.inspect.inspection import inspect_run
 
     arguments = {name: options[name] for name in ("prompt", "against", "up", "down", "seed", "no_code")}
-    result = inspect_run(run, config, **arguments)
+    result = inspect_run(source, **arguments)
     RunFolder(options.run).write_json("inspect.json", result)
     RunFolder(options.run).write("inspect.html", render(result))
     print(visible(result["answer"]["sentence"]))

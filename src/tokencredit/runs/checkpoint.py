@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import tokencredit
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.environment import versions
 from tokencredit.runs.folder import flush, safetensors_errors
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.tensor_files import DamagedTensors, Shape, read_tensors, write_tensors
@@ -176,12 +174,6 @@ def _read_own(folder: Path, rank: int, files: Mapping[str, Any]) -> dict[str, An
 def read_values(folder: Path) -> dict[str, Any]:
     """The tree of a checkpoint without its tensors, unverified; raises `DamagedCheckpoint` if it is no JSON object."""
     return _read_json(folder / STATE)
-
-
-def versions() -> dict[str, str]:
-    """Versions of the software that a bit-for-bit repetition depends on."""
-    ours = {"python": platform.python_version(), "tokencredit": tokencredit.__version__}
-    return ours | {name: version(name) for name in ("torch", "numpy")}
 
 
 def _fingerprint(file: Path) -> dict[str, Any]:

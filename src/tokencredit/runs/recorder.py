@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +227,7 @@ class RunRecord:
         if not self.running:
             self.early.append(text)
         elif self.main:
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            self.folder.append(EVENTS, {"time": now, "after_iteration": len(self.history), "event": text} | about)
+            self.folder.append(EVENTS, {"time": now(), "after_iteration": len(self.history), "event": text} | about)
 
     def iteration(self, metrics: dict[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
         """Record and show one iteration."""

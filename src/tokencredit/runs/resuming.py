@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.environment import versions
 from tokencredit.provenance.parts import Part, label
-from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values, versions
+from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
 from tokencredit.runs.folder import size
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, unused
@@ -204,7 +205,7 @@ def changes_since(
         yield key, f"{key} is now {new!r}; it was {old!r}"
     yield from replaced.items()
     for name, version in versions().items():
-        old = version if state is None else state["versions"].get(name)
+        old = version if state is None else state["versions"].get(name, version)
         if old != version:
             yield None, f"{name} is now {version}; the checkpoint is of {old}"
 

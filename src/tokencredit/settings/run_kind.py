@@ -308,16 +308,6 @@ def read_source(name: str, no_code: bool = False) -> ModelSource:
     return ModelSource(name, read_config(folder / "config.yaml", PPOConfig, no_code), folder, scored=True)
 
 
-def read_policy_config(run: Path, no_code: bool = False) -> PPOConfig:
-    """The configuration with which a run's policy is read: its own, or one of its model for a run on a data set.
-
-    Raises:
-        ConfigError: it is not the folder of a run that trained a policy, or its configuration is refused.
-    """
-    run_config_file(run)
-    return read_source(str(run), no_code).config
-
-
 def plain(model: ModelConfig) -> PPOConfig:
     """The configuration of a model without critic, prompts and rewards of its own."""
     return PPOConfig(model=model, critic=CriticConfig(kind="none"), advantage=AdvantageConfig(estimator="reward_to_go"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokencredit.distributed.processes import Processes, threads
@@ -19,33 +20,6 @@ from tokencredit.settings.control import AgentAuditConfig, ControlConfig
 from tokencredit.settings.run_kind import with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
-
-
-def audit_run(
-    run: Path,
-    config: PPOConfig | ControlConfig,
-    settings: AuditConfig | AgentAuditConfig,
-    checkpoint: int | None = None,
-    given: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Audit a run at a checkpoint; returns the contents of audit.json, and writes nothing.
-
-    Args:
-        run: the run's folder; the run may be in progress.
-        config: the run's configuration.
-        settings: size of the audit, in the class of the run's own; `every` is not read.
-        checkpoint: iteration of the checkpoint; None for the newest.
-        given: arguments of `PPOTrainer`, of `given_parts`.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
-        RunStopped: a number in the audit is not finite, or the environment cannot be audited.
-    """
-    if isinstance(config, ControlConfig):
-        assert isinstance(settings, AgentAuditConfig)
-        return _audit_agent(run, config, settings, checkpoint)
-    assert isinstance(settings, AuditConfig)
-    return _audit_completions(run, config, settings, checkpoint, given or {})
 
 
 def given_parts(config: PPOConfig, rewards: Sequence[str], dataset: str | None) -> dict[str, Any]:
@@ -88,9 +62,26 @@ def refuse_other_parts(run: Path, parts: Mapping[str, Part]) -> None:
         raise ConfigError(f"{key} is {here}; the run had {then}: give the same, or restore its file")
 
 
-def _audit_completions(
-    run: Path, config: PPOConfig, settings: AuditConfig, checkpoint: int | None, given: Mapping[str, Any]
+def audit_completions(
+    run: Path,
+    config: PPOConfig,
+    settings: AuditConfig,
+    checkpoint: int | None = None,
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
+    """Audit a run at a checkpoint; returns the contents of audit.json, and writes nothing.
+
+    Args:
+        run: the run's folder; the run may be in progress.
+        config: the run's configuration.
+        settings: size of the audit; `every` is not read.
+        checkpoint: iteration of the checkpoint; None for the newest.
+        given: arguments of `PPOTrainer`, of `given_parts`.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
+        RunStopped: a number in the audit is not finite.
+    """
     from tokencredit.text.ppo_trainer import PPOTrainer
 
     if arguments := [name for name in config.python if name not in ("callbacks", "eval_dataset", *given)]:
@@ -110,9 +101,10 @@ def _audit_completions(
         return trainer.auditor.record(number, settings, trainer.tokenizer, rows, trainer.record.screen.say)
 
 
-def _audit_agent(
-    run: Path, config: ControlConfig, settings: AgentAuditConfig, checkpoint: int | None
+def audit_agent(
+    run: Path, config: ControlConfig, settings: AgentAuditConfig, checkpoint: int | None = None
 ) -> dict[str, Any]:
+    """As `audit_completions`, of a run of `tokencredit control`; `RunStopped` if its environment cannot be audited."""
     from tokencredit.control.control_trainer import ControlTrainer
     from tokencredit.control.vector_environments import expected_warnings
 

@@ -11,7 +11,7 @@ from tokencredit.cli import main
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.run_kind import read_config
+from tokencredit.settings.run_kind import read_config, read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, OptimConfig, UpdateConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
@@ -38,7 +38,7 @@ def train(folder, name, reward=None, **groups):
 
 
 def inspect(run, **options):
-    return inspect_run(run, read_config(run / "config.yaml", PPOConfig), **options)
+    return inspect_run(read_source(str(run)), **options)
 
 
 @pytest.fixture(scope="module")

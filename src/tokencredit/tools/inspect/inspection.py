@@ -13,15 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.run_kind import read_policy_config, read_source
+from tokencredit.settings.run_kind import ModelSource, read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.critic import FITTED
-from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.peft_models import attached, merge
-from tokencredit.text.models.run_models import load_run_models
+from tokencredit.text.models.run_models import load_source
 from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.rewards.terms import build_terms
 from tokencredit.tools.inspect.parts import read_parts
@@ -36,8 +34,7 @@ LONGEST = 64
 
 
 def inspect_run(
-    run: Path,
-    config: PPOConfig,
+    source: ModelSource,
     prompt: str | None = None,
     against: str = "base",
     up: Sequence[str] = (),
@@ -50,8 +47,7 @@ def inspect_run(
     Both are read in float32 on the run's device; adapters are merged into the weights.
 
     Args:
-        run: the run's folder.
-        config: its configuration.
+        source: the run.
         prompt: the prompt; None for the run's own.
         against: `base`, or the folder of another run or of a model.
         up: words whose log-odds are explained; empty to choose them.
@@ -66,19 +62,18 @@ def inspect_run(
         ConfigError: a model cannot be loaded or read, the two have other shapes, or a word is several tokens.
     """
     started = time.perf_counter()
-    policy = Policy(replace(read_source(str(run)), config=config))
+    policy, config, name = Policy(source), source.config, source.name
     tokenizer = policy.tokenizer
     up_ids, down_ids = token_ids(tokenizer, "--up", up), token_ids(tokenizer, "--down", down)
     refuse_overlap(up_ids, down_ids, tokenizer)
-    base, other = _other(run, config, against, no_code)
+    base, other = _other(source, against, no_code)
     if other.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(f"{against!r} has another vocabulary than {str(run)!r}; --against needs the same tokenizer")
+        raise ConfigError(f"{against!r} has another vocabulary than {name!r}; --against needs the same tokenizer")
     batch = _sample(policy, config, prompt, seed)
     texts = _texts(batch.rollout)
     score, reason = _score(policy, config, batch)
     tuned = _merged(policy.model.lm)
     torch.nn.Module.to(base, tuned.device)
-    name = str(run)
     pair = ModelPair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0])
     result = compare(pair, up_ids, down_ids, others=texts[1:], critic=policy.model.critic)
     shape = tuned.config.get_text_config()
@@ -87,7 +82,7 @@ def inspect_run(
         result["critic"]["score"] = None if fitted else score
         result["critic"]["note"] += "; they are what the fit to scores of prefixes leaves" if fitted else reason
     return {
-        "run": run.resolve().name,
+        "run": Path(name).resolve().name,
         "base": (config.model.name or "the model that the run started from") if against == "base" else against,
         "tuned": name,
         "prompt": batch.prompts.texts[0],
@@ -139,18 +134,11 @@ def _score(policy: Policy, config: PPOConfig, batch: Batch) -> tuple[float | Non
         return None, f"; no score: {error}"
 
 
-def _other(
-    run: Path, config: PPOConfig, against: str, no_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _other(source: ModelSource, against: str, no_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model to compare with, and its tokenizer."""
-    folder, which = run, "base"
     if against != "base":
-        folder, which = Path(against), "policy"
-        if not (folder / "config.yaml").is_file():
-            lm, tokenizer = load_language_model(ModelConfig(name=against))
-            return _merged(lm), tokenizer
-        config = read_policy_config(folder, no_code)
-    models = load_run_models(folder, config, which, Processes())
+        source = read_source(against, no_code)
+    models = load_source(source, "base" if against == "base" else "policy", Processes())
     return _merged(models.policy.lm), models.tokenizer
 
 
