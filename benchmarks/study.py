@@ -24,7 +24,6 @@ from demo.build import REVIEWS
 from demo.grammar import reviews
 from tokencredit.distributed.signals import INTERRUPTED
 from tokencredit.report.reading import Run, read_run
-from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep.sweep_file import read_settings, read_sweep
 
 DATA = Path(__file__).parent / "findings-data"
@@ -82,7 +81,7 @@ def keep(study: str, replace: bool = False) -> Path:
     It is beside kept data, in a folder `new`, unless they are to be replaced.
     """
     kept: dict[str, dict[int, object]] = {}
-    for planned in read_sweep(RECIPES / STUDIES[study], configure):
+    for planned in read_sweep(RECIPES / STUDIES[study]):
         if planned.state() != "finished":
             continue
         run = read_run(planned.folder)

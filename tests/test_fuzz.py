@@ -33,7 +33,6 @@ from tokencredit.runs.jsonl import TRUTH
 from tokencredit.runs.loop import load
 from tokencredit.runs.resuming import for_trainer, newest
 from tokencredit.settings.control import AgentRunConfig, AgentUpdateConfig, ControlConfig, EpisodesConfig
-from tokencredit.settings.run_kind import configure
 from tokencredit.text.data.datasets import column_values, read_dataset
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.tools.preferences.labels import Labels, Pair, read_pairs, readable
@@ -259,7 +258,7 @@ def test_damaged_sweep_files_are_read_or_refused(kinds, folder):
     def fuzz(data):
         file.write_bytes(data)
         with answered():
-            assert all(run.folder.parts[-1] == f"seed-{run.seed}" for run in read_sweep(file, configure))
+            assert all(run.folder.parts[-1] == f"seed-{run.seed}" for run in read_sweep(file))
 
     fuzz()
 

@@ -7,7 +7,7 @@ import pytest
 from helpers.commands import refused
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, TEXT, configure, read_source, run_kind_of
+from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, TEXT, read_source, run_kind_of
 from tokencredit.settings.text import PPOConfig
 
 REWARD = ["--reward", "[{function: length}]"]
@@ -21,11 +21,6 @@ def test_the_kind_of_a_run_is_that_of_its_configuration():
     assert [run_kind.name for run_kind in RUN_KINDS.values()] == ["text", "control", "sft", "reward-model", "dpo"]
     assert (TEXT.outcome, TEXT.evaluation) == ("reward", "eval/reward")
     assert (CONTROL.outcome, CONTROL.evaluation) == ("average_return", "eval/average_return")
-
-
-def test_a_configuration_is_filled_in_for_its_kind_of_run():
-    assert configure(TEXT, {"kl": {"coef": 1}})["kl"] == asdict(PPOConfig())["kl"] | {"coef": 1.0}
-    assert configure(CONTROL, {"steps": 64})["steps"] == 64
 
 
 def test_configurations_of_dicts_have_defaults_of_their_own():

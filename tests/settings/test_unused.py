@@ -14,7 +14,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import ROWS, Condition, flat, refuse_unused, settings_of
 from tokencredit.settings.parts import OWN
 from tokencredit.settings.reader import grouped
-from tokencredit.settings.run_kind import CONTROL, OFFLINE, RUN_KINDS, TEXT, configure
+from tokencredit.settings.run_kind import CONTROL, OFFLINE, RUN_KINDS, TEXT
 from tokencredit.settings.text import PPOConfig
 
 FUNCTION = [{"function": "length"}]
@@ -474,9 +474,6 @@ def refused_by_commands(settings, needs, capsys):
     told = f"{key} is {value!r}, which has no effect without {needs}; leave it out"
     with pytest.raises(ConfigError) as caught:
         refuse_unused(config, rows=())
-    assert str(caught.value) == told
-    with pytest.raises(ConfigError) as caught:
-        configure(TEXT, settings)
     assert str(caught.value) == told
     assert main(["train", *flags(settings)]) == 2
     assert capsys.readouterr().err == f"tokencredit: {told}\n"

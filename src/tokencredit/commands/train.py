@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -31,7 +30,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import refuse_unused, settings_of
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.reader import grouped
-from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, configure, refuse_python
+from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, refuse_python
 from tokencredit.settings.text import PPOConfig
 from tokencredit.tools.load_run import require_gymnasium
 
@@ -255,7 +254,7 @@ def sweep(options: Options) -> None:
     from tokencredit.tools.sweep import runner
     from tokencredit.tools.sweep.sweep_file import first_seeds, read_sweep, refuse_broken, refuse_changed
 
-    runs = read_sweep(Path(options.file), partial(configure, no_code=options.no_code))
+    runs = read_sweep(Path(options.file), options.no_code)
     count, most = options.seeds, len({run.seed for run in runs})
     if count is not None and count > most:
         raise ConfigError(f"--seeds is {count}; it must be at most {most}, the number of seeds in {options.file}")
@@ -270,7 +269,7 @@ def sweep(options: Options) -> None:
     if options.dry_run:
         runner.show(runs, jobs, None if options.on == "local" else f"{options.on}: {resources} per run")
         return
-    launcher = make_launcher(options, resources, runner.home(runs))
+    launcher = make_launcher(options, resources)
     place = "" if options.on == "local" else f" --on {options.on}"
     try:
         runner.sweep(runs, launcher, jobs, f"tokencredit sweep {options.file}{place}")
@@ -300,12 +299,12 @@ def cluster_resources(options: Options, runs: Sequence[SweepRun]) -> Resources:
     return resources
 
 
-def make_launcher(options: Options, resources: Resources, home: Path) -> Launcher:
-    """The launcher of the place that `--on` names; `home` is the sweep's folder."""
+def make_launcher(options: Options, resources: Resources) -> Launcher:
+    """The launcher of the place that `--on` names."""
     if options.on == "ray":
         from tokencredit.tools.sweep.on_ray import Ray
 
-        return Ray(resources, home)
+        return Ray(resources)
     if options.on == "slurm":
         from tokencredit.tools.sweep.on_slurm import Slurm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import Part, location
 from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.settings.data import PACKAGED, FunctionTerm
-from tokencredit.settings.fields import refuse_unused, settings_of
+from tokencredit.settings.fields import settings_of
 from tokencredit.settings.model import CriticConfig, ModelConfig, ShardingConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.settings.parts import PYTHON, is_own, name_of
@@ -311,18 +311,6 @@ def read_source(name: str, no_code: bool = False) -> ModelSource:
 def plain(model: ModelConfig) -> PPOConfig:
     """The configuration of a model without critic, prompts and rewards of its own."""
     return PPOConfig(model=model, critic=CriticConfig(kind="none"), advantage=AdvantageConfig(estimator="reward_to_go"))
-
-
-def configure(run_kind: RunKind, settings: Mapping[str, Any], no_code: bool = False) -> dict[str, Any]:
-    """The whole configuration of a sweep's run in plain dicts, for a command, which has no rows from Python.
-
-    Raises:
-        ConfigError: a key or value is refused, or user code is.
-    """
-    config = run_kind.config.from_dict(settings)
-    refuse_foreign_code(config, no_code)
-    refuse_unused(config, rows=())
-    return asdict(config)
 
 
 def with_engine(

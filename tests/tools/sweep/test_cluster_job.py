@@ -8,7 +8,6 @@ import pytest
 from helpers import forking
 from helpers.commands import wait_for
 from helpers.files import count_lines
-from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep.cluster_job import NOT_SHARED, JobFolder, command
 from tokencredit.tools.sweep.launch import Resources
 from tokencredit.tools.sweep.sweep_file import read_sweep
@@ -32,7 +31,7 @@ def begin(run, token):
 
 @pytest.mark.proof
 def test_a_job_stops_for_the_cluster_and_only_one_trains_a_run(tmp_path):
-    (run,) = read_sweep(sweep_file(tmp_path, base=ENDLESS), configure)
+    (run,) = read_sweep(sweep_file(tmp_path, base=ENDLESS))
     folder = JobFolder(run)
     with begin(run, folder.prepare()) as first:
         assert wait_for(lambda: count_lines(run.folder / "metrics.jsonl") > 1, first)
@@ -60,7 +59,7 @@ def test_a_job_stops_for_the_cluster_and_only_one_trains_a_run(tmp_path):
 
 
 def test_a_job_without_the_folder_of_its_sweep_says_so(tmp_path):
-    (run,) = read_sweep(sweep_file(tmp_path), configure)
+    (run,) = read_sweep(sweep_file(tmp_path))
     folder = JobFolder(run)
     folder.prepare()
     with begin(run, "another-token") as job:

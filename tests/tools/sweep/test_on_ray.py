@@ -10,7 +10,6 @@ from helpers.commands import COMMAND, command, start_command, wait_for
 from helpers.files import count_lines, read_metrics, without_times
 from helpers.warm import python
 from tokencredit.cli import main
-from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep.sweep_file import read_sweep
 from tools.sweep.test_runner import LONG, sweep_file
 
@@ -35,7 +34,7 @@ def cluster():
 def test_the_runs_of_a_killed_node_go_on_elsewhere_and_ctrl_c_lets_all_save(cluster, tmp_path):
     other = cluster.add_node(num_cpus=1, object_store_memory=NODE["object_store_memory"])
     file, out = sweep_file(tmp_path, base=LONG | {"steps": 256}, seeds=[1, 2]), tmp_path / "out"
-    runs = read_sweep(file, configure)
+    runs = read_sweep(file)
     with start_command("sweep", file, "--on", "ray") as process:
         assert wait_for(
             lambda: all(count_lines(run.folder / "metrics.jsonl") > 6 for run in runs), process, seconds=300
@@ -72,18 +71,6 @@ def test_a_sweep_runs_on_a_cluster_and_is_compared_without_a_pickle(cluster, tmp
     assert (tmp_path / "out" / "comparison" / "comparison.html").is_file()
     for kind in ("*.pkl", "*.pickle"):
         assert not list(tmp_path.rglob(kind))
-
-
-@pytest.mark.proof
-def test_a_folder_that_nodes_do_not_share_is_one_message(cluster, tmp_path, monkeypatch):
-    from tokencredit.errors import ConfigError
-    from tokencredit.tools.sweep import on_ray
-    from tokencredit.tools.sweep.launch import Resources
-
-    monkeypatch.setattr(on_ray, "sees", lambda file: False)  # Ray sends it to the nodes as it is
-    with pytest.raises(ConfigError, match=r"out' is not on .*one file system that all its nodes share"):
-        on_ray.Ray(Resources(), tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_address_without_a_cluster_is_one_message(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from helpers.commands import refused, wait_for
 from helpers.files import count_lines
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError
-from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep import on_slurm
 from tokencredit.tools.sweep.cluster_job import JobFolder
 from tokencredit.tools.sweep.launch import Resources
@@ -42,7 +41,7 @@ def commands(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    return read_sweep(sweep_file(tmp_path), configure)[0]
+    return read_sweep(sweep_file(tmp_path))[0]
 
 
 def test_what_is_submitted_is_a_command_and_no_pickle(commands, run, tmp_path):
@@ -142,7 +141,7 @@ class Noted(submitit.LocalExecutor):
 @pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # submitit leaves its processes to the interpreter's end
 def test_a_sweep_of_jobs_stops_at_ctrl_c_goes_on_and_is_compared(commands, tmp_path, capsys, monkeypatch):
-    runs = read_sweep(sweep_file(tmp_path, base=LONG), configure)
+    runs = read_sweep(sweep_file(tmp_path, base=LONG))
     monkeypatch.setattr(submitit, "SlurmExecutor", Noted)
     monkeypatch.setattr(on_slurm, "queued", lambda: {job.job_id for job in Noted.jobs if not job.done()})
 

@@ -14,7 +14,6 @@ from helpers.commands import processes_in, wait_for
 from helpers.files import count_lines, read_metrics, without_times
 from helpers.proofs import proofs
 from tokencredit.cli import main
-from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep.launch import share, start, trouble
 from tokencredit.tools.sweep.sweep_file import read_sweep
 
@@ -168,12 +167,12 @@ def test_a_signal_lets_the_runs_save_and_says_how_to_go_on(number, code, tmp_pat
     summary = json.loads((run / "summary.json").read_text())
     assert summary["stopped_by"] == ("interrupt" if number == signal.SIGINT else "SIGTERM")
     assert (run / "checkpoints" / f"{summary['iterations']:06d}" / "manifest.json").is_file()
-    assert read_sweep(file, configure)[0].state() == "to resume"
+    assert read_sweep(file)[0].state() == "to resume"
 
 
 @pytest.mark.proof  # above: a sweep killed twice
 def test_what_a_kill_left_before_the_first_iteration_is_tidied(tmp_path):
-    (run,) = read_sweep(sweep_file(tmp_path), configure)
+    (run,) = read_sweep(sweep_file(tmp_path))
     run.folder.mkdir(parents=True)
     (run.folder / ".config.yaml.part").write_text("half")
     process = start(run, os.environ)
@@ -194,7 +193,7 @@ def test_jobs_share_the_threads(monkeypatch):
 
 
 def test_why_a_run_failed_is_its_exit_code_and_its_last_line(tmp_path):
-    (run,) = read_sweep(sweep_file(tmp_path), configure)
+    (run,) = read_sweep(sweep_file(tmp_path))
     run.log.parent.mkdir(parents=True)
     run.log.write_text("iteration 1/3\ntokencredit: the disk is full\n\n")
     assert trouble(run, 1) == "exit code 1: the disk is full"

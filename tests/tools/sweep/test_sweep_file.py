@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from tokencredit.errors import ConfigError
+from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import grouped
-from tokencredit.settings.run_kind import TEXT, configure
+from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.run_parts import part_of
 from tokencredit.tools.sweep import sweep_file as sweep
@@ -28,7 +29,7 @@ ONE = {"variants": {"plain": {}}}
 
 
 def asked(**keys):
-    return expand(PLAIN | ONE | keys, configure)
+    return expand(PLAIN | ONE | keys)
 
 
 def test_examples_in_docstrings():
@@ -41,10 +42,10 @@ def test_variants_are_laid_over_the_base_and_run_with_each_seed():
     assert [run.name for run in runs] == ["one/seed-1", "one/seed-2", "two/seed-1", "two/seed-2"]
     assert [str(run.folder) for run in runs[:2]] == ["out/one/seed-1", "out/one/seed-2"]
     one, two = runs[1].config, runs[3].config
-    assert (one["optim"]["lr"], one["critic"]["lr"], one["steps"], one["seed"]) == (0.1, 2.5e-4, 64, 2)
-    assert (two["optim"]["lr"], two["critic"]["lr"], two["advantage"]["lam"]) == (0.1, 0.2, 0.0)
-    assert two["run"]["dir"] == "out/two/seed-2"
-    assert {key for key in one if one[key] != two[key]} == {"critic", "advantage", "run"}
+    assert (one.optim.lr, one.critic.lr, one.steps, one.seed) == (0.1, 2.5e-4, 64, 2)
+    assert (two.optim.lr, two.critic.lr, two.advantage.lam) == (0.1, 0.2, 0.0)
+    assert two.run.dir == "out/two/seed-2"
+    assert {key for key, value in vars(one).items() if value != getattr(two, key)} == {"critic", "advantage", "run"}
 
 
 def test_the_first_seeds_of_every_variant_are_a_smaller_study():
@@ -67,16 +68,16 @@ def test_a_grid_is_every_combination():
         "rollout.temperature=1,eval.temperature=2"
     ]
     plain = {key: value for key, value in PLAIN.items() if key != "variants"}
-    runs = expand(plain | {"grid": grid}, configure)
+    runs = expand(plain | {"grid": grid})
     assert len(runs) == 8
-    assert runs[-1].config["agent"]["hidden"] == [8]
-    assert runs[0].config["optim"]["lr"] == 1e-3
+    assert runs[-1].config.agent.hidden == [8]
+    assert runs[0].config.optim.lr == 1e-3
 
 
 def test_a_sweep_is_of_language_models_unless_it_says_otherwise():
-    (run,) = expand({"dir": "out", "seeds": [1], "variants": {"a": {"kl.coef": 0.1}}}, configure)
+    (run,) = expand({"dir": "out", "seeds": [1], "variants": {"a": {"kl.coef": 0.1}}})
     assert run.run_kind is TEXT
-    assert run.config["kl"]["coef"] == 0.1
+    assert run.config.kl.coef == 0.1
 
 
 def test_dotted_and_nested_keys_are_the_same():
@@ -93,10 +94,10 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
     (tmp_path / "base.yaml").write_text("steps: 32\noptim: {lr: 1e-2}\nenv.kwargs: {x: 1e-3}\n")
     file = tmp_path / "sweep.yaml"
     file.write_text("{kind: control, dir: out, seeds: [3], base: base.yaml, grid: {critic.lr: [1e-3, .5]}}")
-    runs = read_sweep(file, configure)
+    runs = read_sweep(file)
     assert [run.name for run in runs] == ["lr=0.001/seed-3", "lr=0.5/seed-3"]
-    assert (runs[0].config["steps"], runs[0].config["optim"]["lr"]) == (32, 0.01)
-    assert runs[0].config["env"]["kwargs"] == {"x": 0.001}, "1e-3 is a number, as in --config"
+    assert (runs[0].config.steps, runs[0].config.optim.lr) == (32, 0.01)
+    assert runs[0].config.env.kwargs == {"x": 0.001}, "1e-3 is a number, as in --config"
 
 
 @pytest.mark.parametrize(
@@ -161,20 +162,20 @@ def test_mistakes_in_a_grid_are_named(grid, message):
 )
 def test_mistakes_in_the_terms_of_a_reward_are_named(term, message):
     with pytest.raises(ConfigError, match=message):
-        expand(PLAIN | {"kind": "text", "base": {}, "variants": {"a": {"reward": [term]}}}, configure)
+        expand(PLAIN | {"kind": "text", "base": {}, "variants": {"a": {"reward": [term]}}})
 
 
 def test_a_reward_may_be_of_any_kind():
     terms = [{"function": "length", "kwargs": {"unit": "words"}}, {"reward_model": "rm", "weight": 2.0}]
-    (run,) = expand(PLAIN | {"kind": "text", "base": {"reward": terms}, "seeds": [1], "variants": {"a": {}}}, configure)
-    function, model = run.config["reward"]
-    assert (function["function"], function["kwargs"]) == ("length", {"unit": "words"})
-    assert (model["reward_model"], model["weight"]) == ("rm", 2.0)
+    (run,) = expand(PLAIN | {"kind": "text", "base": {"reward": terms}, "seeds": [1], "variants": {"a": {}}})
+    function, model = run.config.reward
+    assert (function.function, function.kwargs) == ("length", {"unit": "words"})
+    assert (model.reward_model, model.weight) == ("rm", 2.0)
 
 
 def test_neither_grid_nor_variants_is_refused():
     with pytest.raises(ConfigError, match=r"give grid or variants, one of them$"):
-        expand(PLAIN, configure)
+        expand(PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_files_that_are_no_sweeps_are_refused(text, message, tmp_path, monkeypat
     file = tmp_path / "sweep.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
-        read_sweep(file, configure)
+        read_sweep(file)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "made").exists(), "nothing in a file is run"
 
@@ -204,7 +205,7 @@ def begun(tmp_path, summary=None, **run):
     base = {"run": {"iterations": 3} | run}
     (first, *_) = asked(dir=str(tmp_path), base=base)
     first.folder.mkdir(parents=True)
-    (first.folder / "config.yaml").write_text(yaml.safe_dump(first.config))
+    (first.folder / "config.yaml").write_text(yaml.safe_dump(plain(first.config)))
     if summary:
         (first.folder / "summary.json").write_text(json.dumps(summary))
     return first
@@ -237,7 +238,7 @@ def test_a_run_without_checkpoints_is_to_begin_anew(tmp_path):
 def test_a_run_that_was_begun_with_other_settings_is_named(tmp_path):
     run = begun(tmp_path)
     refuse_changed([run])
-    run.config["optim"]["lr"] = 0.5
+    run.config.optim.lr = 0.5
     with pytest.raises(ConfigError, match=r"plain/seed-1 in .* was begun with other settings: optim.lr is 0.5 and was"):
         refuse_changed([run])
 
@@ -246,9 +247,9 @@ def test_a_run_whose_reward_file_was_edited_is_named(tmp_path):
     source = tmp_path / "rewards.py"
     source.write_text("def length(completions):\n    return [len(x) for x in completions]\n")
     text = {"kind": "text", "dir": str(tmp_path / "runs"), "seeds": [1]} | ONE
-    (run,) = expand(text | {"base": {"reward": [{"function": f"{source}:length"}]}}, configure)
+    (run,) = expand(text | {"base": {"reward": [{"function": f"{source}:length"}]}})
     run.folder.mkdir(parents=True)
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(plain(run.config)))
     part = part_of(f"{source}:length")
     (run.folder / "parts.json").write_text(json.dumps({"reward[0].function": part}))
     refuse_changed([run])
@@ -291,11 +292,11 @@ def test_code_that_cannot_be_used_is_found_before_the_first_run(kind, settings, 
 
 def test_what_a_run_chose_for_itself_is_no_other_setting(tmp_path):
     text = {"kind": "text", "dir": str(tmp_path), "seeds": [1]} | ONE
-    (run,) = expand(text, configure)
+    (run,) = expand(text)
     run.folder.mkdir(parents=True)
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config))
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(plain(run.config)))
     (run.folder / "choices.json").write_text('{"model.dtype": "bfloat16"}')
     refuse_changed([run])
-    (run,) = expand(text | {"base": {"model.dtype": "bfloat16"}}, configure)
+    (run,) = expand(text | {"base": {"model.dtype": "bfloat16"}})
     with pytest.raises(ConfigError, match=r"other settings: model\.dtype is 'bfloat16' and was 'auto'"):
         refuse_changed([run])

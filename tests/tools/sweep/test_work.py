@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from tokencredit.errors import RunStopped
-from tokencredit.settings.run_kind import configure
 from tokencredit.tools.sweep import launch
 from tokencredit.tools.sweep.launch import Ended, Resources
 from tokencredit.tools.sweep.runner import Scheduler, sweep
@@ -56,7 +55,7 @@ def runs(tmp_path):
     asked = {"kind": "control", "dir": str(tmp_path / "out"), "seeds": [1], "base": base, "variants": {"plain": {}}}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(asked))
     (tmp_path / "out").mkdir()
-    return read_sweep(Path(tmp_path / "sweep.yaml"), configure)
+    return read_sweep(Path(tmp_path / "sweep.yaml"))
 
 
 def test_a_lost_run_goes_on_in_another_job(runs, capsys):

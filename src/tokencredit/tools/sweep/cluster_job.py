@@ -101,9 +101,10 @@ def main(arguments: list[str]) -> int:
     if read_signals(folder)[:1] != [token]:
         print(f"tokencredit: {str(folder.absolute())!r} is not the sweep's on {socket.gethostname()}", file=sys.stderr)
         return NOT_SHARED
-    config = read_yaml(settings)
-    at = Path(config["run"]["dir"])
-    run = SweepRun(run_kind_of(config), at.parent.name, config["seed"], at, config)
+    run_kind = run_kind_of(read_yaml(settings))
+    config = run_kind.config.from_yaml(settings)
+    at = Path(str(config.run.dir))
+    run = SweepRun(run_kind, at.parent.name, config.seed, at, config)
     status = {"node": socket.gethostname()}
     write_file(status_file(folder, token), json.dumps(status) + "\n")
     attempt = Attempt(run, Resources(cores, gpus), token)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from tokencredit.distributed.signals import NO_READER, leave_closed_output
 from tokencredit.runs.folder import RunFolder, recover
 from tokencredit.runs.untrusted import visible
+from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import dump_yaml
 from tokencredit.tools.sweep.sweep_file import SweepRun
 
@@ -194,5 +195,5 @@ def start(
 
 def write_settings(run: SweepRun) -> Path:
     """Write a run's whole configuration beside its folder; returns the file."""
-    RunFolder(str(run.settings.parent)).write(run.settings.name, dump_yaml(run.config))
+    RunFolder(str(run.settings.parent)).write(run.settings.name, dump_yaml(plain(run.config)))
     return run.settings

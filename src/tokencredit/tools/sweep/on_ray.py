@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.tools.sweep.cluster_job import NOT_SHARED, SHARE, JobFolder, command
@@ -26,12 +25,8 @@ class Ray:
 
     pause = 1.0
 
-    def __init__(self, resources: Resources, home: Path):
-        """Join the cluster, and check that each node shares `home`, the sweep's folder.
-
-        Raises:
-            ConfigError: Ray is not installed, there is no cluster, or a node does not share the folder.
-        """
+    def __init__(self, resources: Resources):
+        """Join the cluster; raises `ConfigError` if Ray is not installed, or there is no cluster."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # telemetry
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "Raylet is terminated")  # with 20 lines of a dead node's log
         try:
@@ -48,45 +43,11 @@ class Ray:
             raise ConfigError(
                 f"found no Ray cluster{where}; start one with `ray start --head`, or set RAY_ADDRESS to its address"
             ) from error
-        try:
-            self.check_nodes(home)
-        except BaseException:
-            self.close()
-            raise
+        enough = {"CPU": resources.cores, "GPU": resources.gpus}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(all(node.get(kind, 0) >= count for kind, count in enough.items()) for node in nodes):
+            say(f"no node of the Ray cluster has {resources}; the runs wait until one joins")
         self.task = ray.remote(num_cpus=resources.cores, num_gpus=resources.gpus, max_retries=0)(work)
-
-    def check_nodes(self, home: Path) -> None:
-        """Raise `ConfigError` if a node does not see the sweep's folder; say so if none is large enough for a run."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        nodes = [node for node in self.ray.nodes() if node["Alive"]]
-        home.mkdir(parents=True, exist_ok=True)
-        probe = home / f".probe-{os.getpid()}"
-        probe.write_text("", encoding="utf-8")
-        try:
-            look = self.ray.remote(num_cpus=0, max_retries=0)(sees)
-            strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-            tasks = [look.options(scheduling_strategy=one).remote(str(probe.absolute())) for one in strategies]
-            answers = [self.answer(task) for task in tasks]
-        except self.ray.exceptions.RayTaskError as error:
-            raise ConfigError(f"a node of the Ray cluster cannot run Tokencredit: {error.cause}") from error
-        finally:
-            probe.unlink()
-        there = [(node, seen) for node, seen in zip(nodes, answers, strict=True) if seen is not None]
-        without = [node["NodeManagerAddress"] for node, seen in there if not seen]
-        if without:
-            raise ConfigError(f"{str(home.absolute())!r} is not on {', '.join(without)}; {SHARE}")
-        enough = {"CPU": self.resources.cores, "GPU": self.resources.gpus}
-        if not any(all(node["Resources"].get(kind, 0) >= count for kind, count in enough.items()) for node, _ in there):
-            say(f"no node of the Ray cluster has {self.resources}; the runs wait until one joins")
-
-    def answer(self, task: Any) -> bool | None:
-        """What `sees` found; None of a node that has left: the cluster lists nodes for a while after they died."""
-        gone = (self.ray.exceptions.TaskUnschedulableError, self.ray.exceptions.NodeDiedError)
-        try:
-            return bool(self.ray.get(task))
-        except gone:
-            return None
 
     def start(self, run: SweepRun) -> RunJob:
         """A task that trains the run."""
@@ -144,8 +105,3 @@ def refuse_dead(address: str) -> None:
 def work(arguments: Sequence[str], folder: str, environment: dict[str, str]) -> int:
     """Train a run on this node, in the folder in which the sweep was started; returns the exit code."""
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=os.environ | environment).returncode
-
-
-def sees(file: str) -> bool:
-    """True if this node has the file."""
-    return Path(file).is_file()

@@ -16,6 +16,7 @@ from tokencredit.runs.console import Output
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.resuming import saved
 from tokencredit.runs.summary import duration, figure, mean
+from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import dump_yaml
 from tokencredit.tools.sweep.launch import Launcher, RunJob, cannot_start, say
 from tokencredit.tools.sweep.sweep_file import COMPARISON, SweepRun
@@ -43,7 +44,7 @@ def export(runs: Sequence[SweepRun], folder: Path, file: str) -> None:
     files = RunFolder(str(folder))
     files.create(reserve=0)
     for run in runs:
-        files.write(f"{run.variant}-seed-{run.seed}.yaml", dump_yaml(run.config))
+        files.write(f"{run.variant}-seed-{run.seed}.yaml", dump_yaml(plain(run.config)))
     say(f"{len(runs)} files in {folder}; run each with: tokencredit {runs[0].run_kind.command} --config FILE")
     say(f"afterwards `tokencredit sweep {file}` runs what is missing, and compares")
 

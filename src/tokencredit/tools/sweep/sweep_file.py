@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,11 @@ from tokencredit.runs.folder import read_parts
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes, saved
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import refuse_unused
+from tokencredit.settings.offline import OfflineSettings
+from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import grouped, read_yaml
-from tokencredit.settings.run_kind import RUN_KINDS, RunKind, foreign_code, other_run_kind
+from tokencredit.settings.run_kind import RUN_KINDS, RunKind, foreign_code, other_run_kind, refuse_foreign_code
 from tokencredit.settings.text import PPOConfig
 
 KEYS = ("kind", "base", "grid", "variants", "seeds", "dir")
@@ -25,9 +28,6 @@ COMPARISON = "comparison"
 """Folder of the comparison, beside the variants' folders."""
 SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}")
 """Valid names of variants, which are folder names."""
-
-Configure = Callable[[RunKind, Mapping[str, Any]], dict[str, Any]]
-"""Makes a whole, checked configuration from settings; raises `ConfigError`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,7 @@ class SweepRun:
     variant: str
     seed: int
     folder: Path
-    config: dict[str, Any]
-    """The whole configuration in plain dicts and lists."""
+    config: PPOConfig | ControlConfig | OfflineSettings
 
     @property
     def name(self) -> str:
@@ -71,31 +70,32 @@ class SweepRun:
         summary = self.summary()
         stopped_by = str(summary.get("stopped_by"))
         # A run interrupted in its last iteration has nothing left to do; one that learned nothing cannot be resumed.
-        done = summary.get("iterations", 0) >= self.config["run"]["iterations"]
-        if self.config.get("data", {}).get("epochs"):  # the data set decides how many iterations they are
+        done = summary.get("iterations", 0) >= self.config.run.iterations
+        if (
+            isinstance(self.config, OfflineSettings) and self.config.data.epochs
+        ):  # the data set decides how many iterations they are
             done = stopped_by == "iterations"
         if done or stopped_by.startswith("stop."):  # a rule under `stop` ended it
             return "to begin" if stopped_by == TooManyBadSteps.stopped_by else "finished"
         begun = (self.folder / "config.yaml").is_file()
-        if begun and (self.config["run"]["save_every"] or saved(self.folder)):
+        if begun and (self.config.run.save_every or saved(self.folder)):
             return "to resume"
         return "to begin"
 
 
-def read_sweep(file: Path, configure: Configure) -> list[SweepRun]:
+def read_sweep(file: Path, no_code: bool = False) -> list[SweepRun]:
     """The runs of a sweep file (docs/sweeps.md): each variant with each seed, in the file's order.
 
-    `configure` checks a configuration and fills in defaults.
-
     Raises:
-        ConfigError: the file or one of its variants is invalid; nothing has been run or written.
+        ConfigError: the file or one of its variants is invalid, or with `no_code` would execute user code; nothing has
+            been run or written.
     """
     sweep = read_yaml(file)
     base = sweep.get("base", {})
     if isinstance(base, str):
         sweep["base"] = read_yaml(file.parent / Path(base).expanduser())
     try:
-        return expand(sweep, configure)
+        return expand(sweep, no_code)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 
@@ -106,7 +106,7 @@ def first_seeds(runs: Sequence[SweepRun], count: int | None) -> list[SweepRun]:
     return [run for run in runs if run.seed in seeds]
 
 
-def expand(sweep: Mapping[str, Any], configure: Configure) -> list[SweepRun]:
+def expand(sweep: Mapping[str, Any], no_code: bool = False) -> list[SweepRun]:
     """Runs from a sweep file's settings, with `base` as a mapping; see `read_sweep`."""
     for key in sweep:
         if key not in KEYS:
@@ -129,13 +129,15 @@ def expand(sweep: Mapping[str, Any], configure: Configure) -> list[SweepRun]:
                 raise ConfigError("seed is set by the sweep; use its key seeds instead")
             if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:
                 raise ConfigError("run.dir is set by the sweep; use its key dir instead")
-            config = configure(run_kind, settings)
+            config = run_kind.config.from_dict(settings)
+            refuse_foreign_code(config, no_code)
+            refuse_unused(config, rows=())  # a command has no rows from Python
         except ConfigError as error:
             raise ConfigError(f"variant {name}: {error}") from error
         for seed in seeds:
             at = Path(folder).expanduser() / name / f"seed-{seed}"
-            own = {"seed": seed, "run": config["run"] | {"dir": str(at)}}
-            runs.append(SweepRun(run_kind, name, seed, at, config | own))
+            own = replace(config, seed=seed, run=replace(config.run, dir=str(at)))
+            runs.append(SweepRun(run_kind, name, seed, at, own))
     return runs
 
 
@@ -214,7 +216,7 @@ def refuse_changed(runs: Sequence[SweepRun]) -> None:
         file = run.folder / "config.yaml"
         if not file.is_file():
             continue
-        settings = changes(file, run.config).items()
+        settings = changes(file, plain(run.config)).items()
         lines = [f"{key} is {now!r} and was {then!r}" for key, (then, now) in settings]
         if lines := lines or [f"{key} is now {label(part)}" for key, part in _edited(run)]:
             changed = ", ".join(lines)
@@ -227,7 +229,7 @@ def refuse_changed(runs: Sequence[SweepRun]) -> None:
 def refuse_broken(runs: Sequence[SweepRun]) -> None:
     """Raise `ConfigError` if a run names code of a user that cannot be loaded, or does not fit its settings."""
     for run in {run.variant: run for run in runs}.values():
-        config = run.run_kind.config.from_dict(run.config)
+        config = run.config
         if isinstance(config, PPOConfig | ControlConfig) and foreign_code(config):
             from tokencredit.text.run_parts import check_code  # which imports torch
 
@@ -239,9 +241,8 @@ def refuse_broken(runs: Sequence[SweepRun]) -> None:
 
 def _edited(run: SweepRun) -> Iterator[tuple[str, Part]]:
     """Parts of a run that its settings name as before, and that are others now, such as an edited reward file."""
-    before = read_parts(run.folder)
-    config = run.run_kind.config.from_dict(run.config) if before else None
-    if isinstance(config, PPOConfig | ControlConfig):
+    before, config = read_parts(run.folder), run.config
+    if before and isinstance(config, PPOConfig | ControlConfig):
         from tokencredit.text.run_parts import named_parts, part_of  # which imports torch
 
         for key, value in named_parts(config).items():
