@@ -27,8 +27,9 @@ from typing import (
 )
 
 from tokencredit.errors import ConfigError, quoted
-from tokencredit.settings.foreign_names import CHOICES, misspelt, suggestion
+from tokencredit.settings.foreign_names import misspelt, suggestion
 from tokencredit.settings.parts import OWN, is_own, plain
+from tokencredit.settings.projects.values import CHOICES
 
 Config = TypeVar("Config")
 

@@ -10,11 +10,6 @@ from tokencredit.errors import ConfigError
 
 APART = ("eval", "audit", "critic")
 """Groups whose keys do not stand for the same keys of training."""
-CHOICES = {
-    **{"grpo": "group_relative", "rloo": "leave_one_out", "bf16": "bfloat16", "fp32": "float32", "adam": "adamw"},
-    **{"float16": "", "fp16": ""},
-}
-"""The choice here by another name of it; empty for one that is not among them, whatever is spelt alike."""
 
 
 def counterpart(key: str, known: Collection[str]) -> str:

@@ -79,6 +79,7 @@ python3 -m verl.trainer.main_ppo \
     reward_model.model.path=org/reward \
     reward_model.rollout.name=sglang \
     trainer.logger='["console","wandb"]' \
+    trainer.experiment_name=$NAME \
     trainer.total_epochs=3 $@
 """
 VERL_YAML = """
@@ -137,8 +138,24 @@ def test_a_value_names_its_origin_and_what_is_left_is_said(tmp_path, capsys):
     assert "  warmup: 4  # warmup_steps 0 (default), warmup_ratio 0.1\n" in text
     assert "  temperature: 0.7  # default of TRL: temperature\n" in text
     assert "#   load_best_model_at_end: with eval.every the policy with the best mean score is in best/" in text
-    assert "#   an_argument_of_mine: no counterpart is known" in text
+    assert "#   an_argument_of_mine: not known" in text
     assert "without counterpart, with reasons in the file: load_best_model_at_end, an_argument_of_mine" in told
+
+
+def test_misspelt_names_are_answered_and_keys_of_others_services_are_not_written(tmp_path, capsys):
+    lines = "python -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --train.batch_sise 4 --use_wandb s3cr3t"
+    for said in run(tmp_path, "a.sh", lines, capsys)[1:]:
+        assert "train.batch_sise is not known; did you mean train.batch_size?" in said
+        assert "s3cr3t" not in said
+    assert (
+        "learning_rat: not known; did you mean learning_rate?"
+        in run(tmp_path, "b.yaml", TRL_YAML.replace("learning_rate", "learning_rat"), capsys)[1]
+    )
+
+
+def test_a_value_that_names_another_is_that_value(tmp_path, capsys):
+    text = VERL_YAML.replace("30}", '30, experiment_name: first, default_local_dir: "out/${trainer.experiment_name}"}')
+    assert run(tmp_path, "a.yaml", text, capsys)[0].run.dir == "out/first"
 
 
 def test_a_script_of_python_is_read_and_not_run(tmp_path, capsys):
@@ -151,9 +168,10 @@ def test_a_script_of_python_is_read_and_not_run(tmp_path, capsys):
 
 def test_variables_of_a_shell_are_kept_and_named_if_the_script_does_not_set_them(tmp_path, capsys):
     config, text, told = run(tmp_path, "verl.sh", VERL, capsys)
-    assert config.prompts.dataset == "$HOME/data/train.parquet"
-    assert "holds a variable of the shell: prompts.dataset" in told
-    assert "run.iterations: 3 × the number of prompts / 256; give --rows" in text
+    assert config.prompts.dataset == "~/data/train.parquet", "which is $HOME everywhere here"
+    for lines in (text, told):
+        assert "run.dir: the shell sets a part of runs/$NAME; write what it is" in lines
+        assert "run.iterations: 3 times through the prompts, 256 per iteration; give migrate their number" in lines
     assert config.rollout.engine == "vllm", "the policy's engine, not the reward model's"
 
 
@@ -207,8 +225,9 @@ def test_shell_arithmetic_and_quotes():
     *_, words = Script().commands(text.replace("A=6; B='a b'", "B='a b'"))
     assert words == ["run", "--x", "42", "--y", "a b", "--z", "$(date)", "--w", "6"]
     assert (arithmetic(["7", "/", "0"]), arithmetic(["x"]), arithmetic(["9" * 19])) == ("", "", "")
-    bomb = "A0=xxxxxxxx\n" + "".join(f"A{n + 1}=$A{n}$A{n}\nB=$((B * 99))\n" for n in range(20)) + "run $A20\n"
+    bomb = "A0=xxxxxxxx\n" + "".join(f"A{n + 1}=$A{n}$A{n}\nB=$((B * 99))\n" for n in range(60)) + "run $A60\n"
     assert len(" ".join(next(Script().commands(bomb)))) < 200_000
+    assert len(next(Script().commands(f"A={'x' * 9000}\nrun {'$A' * 9000}"))[1]) == 18_000, "and is not built first"
 
 
 @pytest.mark.parametrize("project", [x for x in projects() if x.values], ids=lambda project: project.title)

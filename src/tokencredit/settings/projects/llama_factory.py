@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from tokencredit.settings.projects.translation import DEFAULT, Project, Without
+from tokencredit.settings.projects.translation import Project
 from tokencredit.settings.projects.trl import BATCH, OLD_TRL, TRAINING_ARGUMENTS, TRL
 from tokencredit.settings.projects.values import (
+    DEFAULT,
+    Without,
     dtype,
     every,
     first,
     iterations,
-    layers,
+    one_dataset,
     product,
-    quantization,
-    rank,
     reward_models,
     whitened,
 )
 
-SHARED = {key: TRL.values[key] for key in ("run.dir", "run.trackers", "run.save_every", "eval.samples", "eval.every")}
-LEARNING = {key: TRL.values[key] for key in ("optim.schedule", "optim.final_scale", "optim.warmup", "optim.name")}
+
+def own_dataset(names: Any) -> Any:
+    """The file of a data set; names are LLaMA-Factory's, of its own list."""
+    name = one_dataset(names)
+    if isinstance(name, Without) or "." in name or "/" in name:
+        return name
+    return Without(f"{name} is a name in LLaMA-Factory's dataset_info.json; give its file or hub id")
+
+
+def chat(template: Any) -> Any:
+    """The role of plain prompts, which LLaMA-Factory makes messages of by a template."""
+    return DEFAULT if template in ("default", "empty") else "user"
+
 
 LLAMA_FACTORY = Project(
     title="LLaMA-Factory",
     names={
         **TRAINING_ARGUMENTS,
-        "model.name": "model_name_or_path",
-        "model.name, model.adapter": "adapter_name_or_path",
+        "model.name": "adapter_name_or_path model_name_or_path",
         "model.lora.rank": "lora_rank finetuning_type",
         "model.lora.alpha": "lora_alpha",
         "model.lora.dropout": "lora_dropout",
         "model.lora.target_modules": "lora_target",
-        "model.quantization": "quantization_bit quantization_method",
+        "model.quantization": "quantization_bit",
         "model.trust_remote_code": "trust_remote_code",
         "model.dtype": "bf16 fp16 pure_bf16",
         "reward": "reward_model reward_model_type reward_model_adapters",
         "prompts.dataset": "dataset",
         "prompts.max_length": "cutoff_len",
-        "prompts.template (Jinja; a chat template is the tokenizer's own)": "template",
+        "prompts.role (the chat template is the tokenizer's own)": "template",
         "prompts.chat_template_kwargs": "enable_thinking",
         "eval.dataset": "eval_dataset",
         "rollout.max_new_tokens": "max_new_tokens",
@@ -62,7 +73,6 @@ LLAMA_FACTORY = Project(
         "none (rows are padded to the longest of a pass)": "packing neat_packing",
     },
     values={
-        "model.adapter": ("adapter_name_or_path", lambda _: DEFAULT),
         "rollout.batch_size": (f"{BATCH} ppo_buffer_size", product),
         "run.iterations": (
             "max_steps num_train_epochs rows =rollout.batch_size",
@@ -74,36 +84,17 @@ LLAMA_FACTORY = Project(
                 Without("an API; give a function that calls it") if kind == "api" else reward_models(names)
             ),
         ),
-        "model.lora.rank": ("finetuning_type lora_rank", lambda kind, number: rank(kind == "lora", number)),
-        "model.lora.alpha": (
-            "finetuning_type lora_alpha lora_rank",
-            lambda kind, alpha, number: float(alpha or 2 * number) if kind == "lora" else DEFAULT,
-        ),
-        "model.lora.target_modules": ("finetuning_type lora_target", lambda kind, names: layers(kind == "lora", names)),
-        "model.quantization": ("quantization_bit", lambda bits: quantization(None, None, bits)),
+        "model.lora.rank": ("finetuning_type lora_rank", lambda kind, number: number if kind == "lora" else DEFAULT),
+        "model.lora.alpha": ("lora_alpha lora_rank", lambda alpha, number: float(alpha or 2 * number)),
         "model.dtype": ("bf16 fp16 pure_bf16", lambda bf16, fp16, pure: dtype(bf16 or pure, fp16)),
         "score.normalize": ("ppo_score_norm ppo_whiten_rewards", lambda n, w: "running" if n else whitened(w)),
         "score.shift_mean": (
             "ppo_score_norm ppo_whiten_rewards",
             lambda norm, whiten: DEFAULT if norm or not whiten else False,
         ),
-        "prompts.dataset": ("dataset", lambda name: one_dataset(name)),
-        "prompts.template": (
-            "template",
-            lambda name: Without(f"{name} is a chat template; here the tokenizer's own formats conversations"),
-        ),
-        "rollout.top_k": ("top_k", lambda k: k or DEFAULT),
-        "rollout.top_p": ("top_p", lambda p: p if p < 1 else DEFAULT),
-        "ppo.micro_batch_tokens": (
-            "gradient_accumulation_steps",
-            lambda steps: (
-                DEFAULT
-                if steps == 1
-                else Without(f"{steps} micro-batches there, in tokens here: only if memory runs out")
-            ),
-        ),
-        **LEARNING,
-        **SHARED,
+        "prompts.dataset": ("dataset", own_dataset),
+        "prompts.role": ("template", chat),
+        **{key: TRL.values[key] for key in ("run.save_every", "eval.every", "optim.final_scale", "optim.warmup")},
     },
     defaults={
         **{"learning_rate": 5e-5, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "top_k": 50},
@@ -117,27 +108,17 @@ LLAMA_FACTORY = Project(
     },
 )
 
-
-def one_dataset(names: object) -> object:
-    """The name of a data set, which is one here."""
-    listed = names if isinstance(names, list) else str(names).split(",")
-    if len(listed) == 1:
-        return str(listed[0]).partition("#")[0].strip()
-    return Without(f"{len(listed)} data sets; make one of them")
-
-
 SWIFT = replace(
     TRL,
     title="ms-swift",
     page="",
     names=dict(TRL.names)
     | {
-        "model.name": "model model_name_or_path model_id_or_path",
-        "model.name, model.adapter": "adapters",
+        "model.name": "adapters model model_name_or_path model_id_or_path",
         "model.lora.rank": "tuner_type train_type sft_type lora_rank",
         "model.lora.target_modules": "target_modules",
         "model.dtype": "torch_dtype bf16 fp16",
-        "model.quantization": "quant_bits quant_method",
+        "model.quantization": "quant_bits",
         "reward": "reward_model",
         "prompts.dataset": "dataset",
         "prompts.max_length": "max_length",
@@ -153,28 +134,18 @@ SWIFT = replace(
         "gradient_checkpointing_kwargs overwrite_cache ddp_find_unused_parameters use_cache attn_implementation",
         "none (files are on the Hugging Face hub or in folders)": "use_hf model_revision hub_token",
     },
-    values={key: rule for key, rule in TRL.values.items() if not key.startswith(("model", "critic.name"))}
+    values={key: rule for key, rule in TRL.values.items() if key not in ("model.name", "model.quantization")}
     | {
-        "model.adapter": ("adapters", lambda _: DEFAULT),
-        "reward": ("reward_model", reward_models),
+        "reward": ("reward_model", first),
         "critic.name": ("reward_model", first),
-        "prompts.dataset": ("dataset", one_dataset),
         "model.lora.rank": (
-            "tuner_type train_type sft_type lora_rank",
-            lambda a, b, c, n: rank(first(a, b, c) == "lora", n),
+            "sft_type train_type tuner_type lora_rank",
+            lambda a, b, c, number: number if first(a, b, c) == "lora" else DEFAULT,
         ),
-        "model.lora.target_modules": ("target_modules", lambda names: layers(True, names)),
-        "model.dtype": ("torch_dtype bf16 fp16", lambda name, bf16, fp16: dtype(bf16, fp16, name)),
-        "model.quantization": ("quant_bits", lambda bits: quantization(None, None, bits)),
+        "model.dtype": ("bf16 fp16 torch_dtype", dtype),
         "eval.every": ("eval_strategy eval_steps", lambda kind, steps: every(kind or "steps", steps)),
-        "prompts.overlong": (
-            "truncation_strategy",
-            lambda name: (
-                {"delete": "drop", "left": "truncate", "raise": "error"}.get(name)
-                or Without(f"{name} is not among drop, truncate, error")
-            ),
-        ),
     },
+    fixed=dict(TRL.fixed) | {"prompts.role": "user"},
     defaults=dict(TRL.defaults)
     | {"learning_rate": 1e-4, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "seed": 42}
     | {"response_length": 512, "temperature": 0.9, "tuner_type": "lora", "lora_rank": 8, "lora_alpha": 32}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokencredit.settings.projects.llama_factory import one_dataset
-from tokencredit.settings.projects.translation import DEFAULT, Project, Without
+from tokencredit.settings.projects.translation import Project
 from tokencredit.settings.projects.values import (
-    dtype,
+    DEFAULT,
+    Without,
+    first,
     iterations,
-    layers,
     number,
     product,
-    quantization,
-    rank,
     reward_models,
-    schedule,
-    share,
+    rows_per_pass,
+    warmup,
 )
 
 MODELS = ("actor", "critic", "ref", "reward")
@@ -56,9 +54,8 @@ colocate_actor_ref=train.colocate_actor_ref colocate_critic_reward=train.colocat
 dynamic_filtering=algo.dynamic_filtering_x
 """
 """The names before 0.10, each with today's."""
-ESTIMATORS = {"gae": "gae", "reinforce": "reward_to_go", "rloo": "leave_one_out", "group_norm": "group_relative"}
-UNSCALED = dict.fromkeys(("reinforce_baseline", "dr_grpo"), "group_relative")
-ESTIMATORS |= UNSCALED
+UNSCALED = ("reinforce_baseline", "dr_grpo")
+"""Estimators without a division by the deviation of a prompt's scores."""
 
 
 def score_clip(pair: Any) -> Any:
@@ -173,29 +170,21 @@ OPENRLHF = Project(
     aliases=dict(pair.split("=") for pair in OLD_NAMES.split())
     | {f"{model}_num_{what}": f"{model}.num_{what}" for model in MODELS for what in ("nodes", "gpus_per_node")},
     values={
-        "model.lora.rank": ("ds.lora.rank", lambda number: rank(number, number)),
-        "model.lora.target_modules": ("ds.lora.target_modules", lambda names: layers(True, names)),
-        "model.quantization": ("ds.load_in_4bit", lambda four: quantization(four, None)),
-        "model.dtype": ("ds.param_dtype", lambda name: dtype(None, None, "bf16" if name is True else name)),
         "reward": ("reward.model_name_or_path reward.remote_url train.agent_func_path", reward),
-        "critic.name": (
-            "critic.model_name_or_path reward.model_name_or_path actor.model_name_or_path",
-            lambda critic, reward, actor: critic or reward or actor,
-        ),
-        "critic.pretrain": ("critic.freezing_steps", lambda n: max(int(n), 0)),
-        "prompts.dataset": ("data.prompt_dataset", one_dataset),
+        "critic.name": ("critic.model_name_or_path reward.model_name_or_path actor.model_name_or_path", first),
+        "prompts.role": ("data.apply_chat_template", lambda on: "user" if on else DEFAULT),
         "prompts.template": (
             "data.input_template",
             lambda text: text.replace("{}", "{{ input }}") if text else DEFAULT,
         ),
-        "eval.every": ("eval.steps", lambda n: max(int(n), 0)),
         "rollout.batch_size": ("rollout.batch_size rollout.n_samples_per_prompt", product),
         "rollout.max_new_tokens": (
             "rollout.max_new_tokens data.max_len",
-            lambda new, both: new or Without(f"{both} tokens with the prompt there; the completion's own limit here"),
+            lambda new, both: (
+                new or Without(f"prompt and completion have {both} tokens there; give those of completions")
+            ),
         ),
-        "rollout.top_p": ("rollout.top_p", lambda p: p if p < 1 else DEFAULT),
-        "rollout.engine": ("vllm.num_engines", lambda n: "vllm" if n else DEFAULT),
+        "rollout.engine": ("vllm.num_engines", lambda number: "vllm" if number else DEFAULT),
         "off_policy.correct": (
             "algo.advantage.is_correction_enable algo.advantage.is_correction_type",
             lambda on, kind: DEFAULT if not on else "clip" if kind in (None, "tis") else "mask",
@@ -210,53 +199,32 @@ OPENRLHF = Project(
             "reward.overlong_buffer_len reward.overlong_penalty_factor",
             lambda tokens, penalty: [float(tokens), float(penalty or 1)] if tokens else DEFAULT,
         ),
-        "advantage.estimator": (
-            "algo.advantage.estimator",
-            lambda name: ESTIMATORS.get(name) or Without(f"{name} is not among {', '.join(ESTIMATORS)}"),
-        ),
         "critic.kind": ("algo.advantage.estimator", lambda name: "separate" if name == "gae" else "none"),
         "advantage.scale": (
             "algo.advantage.no_std_norm algo.advantage.estimator",
             lambda off, name: False if off or name in UNSCALED else DEFAULT,
         ),
-        "ppo.minibatches": (
-            "=rollout.batch_size train.batch_size",
-            lambda batch, mini: number(batch / mini),
-        ),
+        "ppo.minibatches": ("=rollout.batch_size train.batch_size", lambda batch, mini: number(batch / mini)),
         "ppo.micro_batch_tokens": (
             "train.dynamic_batch_enable train.max_tokens_per_gpu train.micro_batch_size rollout.micro_batch_size",
-            lambda on, tokens, rows, _: (
-                tokens
-                if on and tokens
-                else Without(f"{rows} rows there, in tokens here: only if memory runs out")
-                if rows
-                else DEFAULT
-            ),
+            lambda on, tokens, rows, _: tokens if on and tokens else rows_per_pass(rows),
         ),
         "ppo.clip": ("actor.eps_clip actor.eps_clip_low_high", lambda both, pair: float(pair[0]) if pair else both),
         "ppo.clip_high": ("actor.eps_clip_low_high", lambda pair: float(pair[1])),
-        "ppo.loss": ("actor.policy_loss_type", lambda name: {"ppo": "clip"}.get(name, name)),
-        "ppo.entropy_coef": ("actor.entropy_coef", lambda x: x or 0.0),
         "kl.place": ("algo.kl.use_loss", lambda on: "loss" if on else DEFAULT),
-        "kl.horizon": ("algo.kl.target algo.kl.horizon", lambda kl, n: float(n) if kl and n else DEFAULT),
         "kl.target": (
-            "algo.kl.target",
-            lambda kl: Without(f"{kl} per token there; kl.target is per sequence") if kl else DEFAULT,
+            "algo.kl.target algo.kl.horizon",
+            lambda kl, _: Without(f"{kl} per token there; kl.target is per sequence") if kl else DEFAULT,
         ),
         "run.iterations": (
             "train.num_episodes rows rollout.batch_size",
             lambda epochs, rows, batch: iterations(None, epochs, rows, batch),
         ),
-        "optim.name": ("actor.optim", lambda name: {"adam": "adamw"}.get(name, name)),
-        "optim.schedule": ("actor.lr_scheduler", schedule),
-        "optim.warmup": ("actor.lr_warmup_ratio =run.iterations", share),
-        "run.dir": ("ckpt.output_dir ckpt.path", lambda out, path: out or path),
-        "run.save_every": ("ckpt.save_steps", lambda n: max(int(n), 0)),
+        "optim.warmup": ("actor.lr_warmup_ratio =run.iterations", lambda ratio, total: warmup(0, ratio, total)),
         "run.trackers": (
             "logger.wandb.key logger.tensorboard_dir",
             lambda key, folder: ["wandb"] * bool(key) + ["tensorboard"] * bool(folder),
         ),
-        "run.shard": ("ds.zero_stage", lambda stage: "full" if int(stage) == 3 else DEFAULT),
     },
     defaults={
         **{"actor.adam.lr": 1e-6, "critic.adam.lr": 9e-6, "actor.lr_scheduler": "cosine_with_min_lr"},

@@ -1,8 +1,8 @@
 """Tables of other projects' names and values, and the settings here that stand for theirs.
 
 A table is data: `names` has a project's names by our keys, with a note in brackets; `values` the rules by which a key
-here follows from several of theirs, or from another value; `defaults` theirs where ours differ; `fixed` what the
-project always does. `translate(TRL, {"total_episodes": 2560, …})` makes settings for `PPOConfig.from_dict` of theirs.
+here follows from several of theirs; `defaults` theirs where ours differ; `fixed` what the project always does. A key
+without a rule takes the first of its names that is given, by `values.CONVERSIONS`, which all projects share.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+from tokencredit.settings.projects.values import CONVERSIONS, DEFAULT, Without, first
+
 NONE = "none"
 """The answer for a name without a counterpart here."""
-
-
-class Without(str):
-    """The reason that a rule gives no value; empty if the key keeps its default."""
-
-    __slots__ = ()
-
-
-DEFAULT = Without()
+OPTIONAL = ("ppo.micro_batch_tokens", "eval.samples")
+"""Keys without which the same is learned."""
+Rules = Mapping[str, tuple[str, Callable[..., Any]]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Project:
 
     title: str
     names: Mapping[str, str]
-    values: Mapping[str, tuple[str, Callable[..., Any]]] = field(default_factory=dict)
+    values: Rules = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -57,6 +53,18 @@ class Project:
     def answers(self) -> dict[str, str]:
         """Keys here, with a note, by name."""
         return {name: answer for answer, names in self.names.items() for name in names.split()}
+
+    @cached_property
+    def copied(self) -> dict[str, list[str]]:
+        """Names by the keys here without a rule; a name that a rule reads stands for the first of its keys alone."""
+        read = {name for names, _ in self.values.values() for name in names.split()}
+        found: dict[str, list[str]] = {}
+        for name in self.answers:
+            keys = self.answer(name)[0]
+            for key in keys[:1] if name in read else keys:
+                if key not in self.values and "(" not in key:
+                    found.setdefault(key, []).append(name)
+        return found
 
     @cached_property
     def _patterns(self) -> list[str]:
@@ -76,14 +84,8 @@ class Project:
 
     def answer(self, name: str) -> tuple[list[str], str]:
         """Keys here of a name in the table, none if it has no counterpart, and the note."""
-        keys, note = split(self.answers[name])
-        return [key for key in keys if key != NONE], note
-
-
-def split(answer: str) -> tuple[list[str], str]:
-    """The keys and the note of an answer."""
-    keys, note = re.fullmatch(r"(.*?)(?: \((.*)\))?", answer).groups()  # type: ignore[union-attr]
-    return keys.split(", "), note or ""
+        keys, note = re.fullmatch(r"(.*?)(?: \((.*)\))?", self.answers[name]).groups()  # type: ignore[union-attr]
+        return [key for key in keys.split(", ") if key != NONE], note or ""
 
 
 @dataclass
@@ -94,7 +96,7 @@ class Translation:
         settings: values by dotted key.
         origins: by the same keys, the names and values that they come from, or the project if the value is its own.
         undecided: by key, the reason that the value is left to the user.
-        without: by their name, the reason that it has no counterpart here.
+        without: by their name, the reason that it has no counterpart here; empty for a name that is not known.
     """
 
     settings: dict[str, Any]
@@ -114,37 +116,40 @@ def translate(project: Project, given: Mapping[str, Any]) -> Translation:
     values = dict(project.defaults) | {name: given[key] for name, key in whole.items()}
 
     def origin(names: list[str], value: Any = None) -> str:
-        own = {name: whole.get(name, name) for name in names if name in values}
-        shown = {name: "" if str(values[name]) in str(value) else f" {values[name]}" for name in own}
-        parts = [f"{key}{shown[name]}{'' if name in whole else ' (default)'}" for name, key in own.items()]
-        return f"default of {project.title}: {', '.join(own)}" if not whole.keys() & own else ", ".join(parts)
+        if not whole.keys() & names:
+            return f"default of {project.title}: {', '.join(names)}"
+        hidden = {name for name in names if str(values[name]) in str(value) or name.endswith(".key")}  # a secret
+        shown = {name: "" if name in hidden else f" {values[name]}" for name in names}
+        return ", ".join(f"{whole.get(name, name)}{shown[name]}{' (default)' * (name not in whole)}" for name in names)
 
-    rules = {key: (names.split(), function) for key, (names, function) in project.values.items()}
+    # A key without a rule: what is given goes before the project's default.
+    rules: dict[str, tuple[list[str], Callable[..., Any]]] = {
+        key: ([name for name in names if name in whole] or names, first) for key, names in project.copied.items()
+    }
+    rules |= {key: (names.split(), function) for key, (names, function) in project.values.items()}
     used: set[str] = set()
     for key, (names, function) in rules.items():
-        own = [name for name in names if not name.startswith("=")]
-        if not values.keys() & own:
+        if not (own := [name for name in names if name in values]):
             continue
         arguments = [made.settings.get(x[1:]) if x.startswith("=") else values.get(x) for x in names]
         try:
             value = function(*arguments)
+            if function is first and value is not DEFAULT:
+                value = CONVERSIONS.get(key, first)(value)
         except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError):  # a value of another type
             value = Without("no value that can be read")
         if not isinstance(value, Without):
             made.settings[key], made.origins[key] = value, origin(own, value)
+        elif key in OPTIONAL:
+            made.without |= {whole[name]: value for name in own if value and name in whole}
         elif value:
             made.undecided[key] = f"{value} ({origin(own)})"
         used |= set(own) if value != DEFAULT else set()
-    read = {name for names, _ in rules.values() for name in names}
-    made.without = {whole[name]: "as by default here" for name in whole if name in read - used and name != "rows"}
-    for name, value in values.items():
-        keys = project.answer(name)[0] if name in project.answers else []
-        keys = keys[:1] if name in read else keys  # a rule decides on the others
-        for key in (key for key in keys if "(" not in key and key not in rules):
-            made.settings[key], made.origins[key] = value, origin([name], value)
-    for whole_name, value in given.items():
-        name = project.name_of(whole_name)
-        keys, note = project.answer(name) if name else ([], "no counterpart is known")
-        if value is not None and whole_name != "rows" and name not in read and all("(" in key for key in keys):
-            made.without[whole_name] = note or ", ".join(keys)
+    for key, value in given.items():
+        name = project.name_of(key)
+        if value is None or name in used or key in ("rows", *made.without):
+            continue
+        keys, note = project.answer(name) if name else ([], "")
+        read = any("(" not in here for here in keys)
+        made.without[key] = "without effect there, or so by default here" if read else note or ", ".join(keys)
     return made

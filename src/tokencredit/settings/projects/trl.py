@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
-from tokencredit.settings.projects.translation import DEFAULT, Project, Without
+import math
+from typing import Any
+
+from tokencredit.settings.projects.translation import Project
 from tokencredit.settings.projects.values import (
+    DEFAULT,
+    Without,
     dtype,
     every,
     final_scale,
     first,
     iterations,
-    layers,
     number,
-    optimizer_steps,
     product,
-    quantization,
-    rank,
-    repository,
-    reward_models,
-    schedule,
-    trackers,
+    rows_per_pass,
     warmup,
     whitened,
 )
 
 BATCH = "per_device_train_batch_size gradient_accumulation_steps world_size"
 
+
+def optimizer_steps(parts: Any, size: Any, accumulated: Any) -> int:
+    """Optimizer steps per epoch of TRL's PPO: one per `accumulated` micro-batches, which are rows of one part."""
+    each = int(size * accumulated // parts)
+    return max(1, int(parts * math.ceil(each / size) // accumulated))
+
+
+def repository(push: Any, name: Any) -> Any:
+    """The repository to which the policy is pushed."""
+    return Without("the name of the repository is not given") if push and not name else name if push else DEFAULT
+
+
+def quantization(four: Any, eight: Any) -> Any:
+    """The quantization of the base model."""
+    return "nf4" if four else "int8" if eight else DEFAULT
+
+
 TRAINING_ARGUMENTS = {
     "optim.lr, critic.lr": "learning_rate",
     "run.iterations (passes × prompts × rollout.per_prompt / rollout.batch_size)": "num_train_epochs",
-    "rollout.batch_size, ppo.micro_batch_tokens": "per_device_train_batch_size",
-    "ppo.micro_batch_tokens": "gradient_accumulation_steps",
+    "rollout.batch_size, ppo.micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
     "optim.schedule": "lr_scheduler_type",
     "optim.warmup": "warmup_steps warmup_ratio",
     "optim.weight_decay": "weight_decay",
@@ -126,7 +140,7 @@ TRL = Project(
         "ppo.minibatches": "num_mini_batches steps_per_generation",
         "run.iterations (episodes / rollout.batch_size)": "total_episodes",
         "run.iterations": "max_steps num_total_batches",
-        "ppo.micro_batch_tokens": "gradient_accumulation_steps local_rollout_forward_batch_size",
+        "ppo.micro_batch_tokens": "local_rollout_forward_batch_size",
         "run.show_every, run.samples, eval.every": "num_sample_generations",
         "rollout.max_new_tokens": "response_length max_completion_length",
         "rollout.stop_at_eos": "stop_token",
@@ -164,7 +178,7 @@ TRL = Project(
     },
     values={
         "model.name": ("sft_model_path model_name_or_path", first),
-        "reward": ("reward_model_path reward_model", lambda *names: reward_models(first(*names))),
+        "reward": ("reward_model_path reward_model", first),
         "critic.name": ("reward_model_path reward_model", first),
         "rollout.batch_size": (f"batch_size {BATCH}", lambda whole, *parts: whole or product(*parts)),
         "ppo.minibatches": (
@@ -180,21 +194,15 @@ TRL = Project(
             "stop_token_id",
             lambda token: Without(f"the text of the token {token}; the tokenizer's own end needs only stop_at_eos"),
         ),
-        "rollout.top_k": ("top_k", lambda k: k or DEFAULT),
         "score.normalize": ("whiten_rewards", whitened),
         "score.shift_mean": ("whiten_rewards", lambda on: False if on else DEFAULT),
-        "optim.schedule": ("lr_scheduler_type", schedule),
         "optim.final_scale": ("=optim.schedule lr_scheduler_type", final_scale),
         "optim.warmup": ("warmup_steps warmup_ratio =run.iterations", warmup),
         "optim.max_grad_norm": ("max_grad_norm", lambda _: None),  # TRL's PPO never clips, whatever its value
-        "model.dtype": ("bf16 fp16 dtype torch_dtype", lambda bf16, fp16, *names: dtype(bf16, fp16, first(*names))),
-        "model.lora.rank": ("use_peft lora_r", rank),
-        "model.lora.alpha": ("use_peft lora_alpha", lambda use, alpha: alpha if use else DEFAULT),
-        "model.lora.dropout": ("use_peft lora_dropout", lambda use, share: share if use else DEFAULT),
-        "model.lora.target_modules": ("use_peft lora_target_modules", layers),
+        "model.dtype": ("bf16 fp16 dtype torch_dtype", dtype),
+        "model.lora.rank": ("use_peft lora_r", lambda use, number: number if use else DEFAULT),
         "model.quantization": ("load_in_4bit load_in_8bit", quantization),
-        "run.dir": ("output_dir run_name", first),
-        "run.trackers": ("report_to", trackers),
+        "ppo.micro_batch_tokens": ("local_rollout_forward_batch_size", rows_per_pass),
         "run.save_every": ("save_strategy save_steps", every),
         "run.push_to_hub": ("push_to_hub hub_model_id", repository),
         "run.samples": ("num_sample_generations", lambda _: DEFAULT),
@@ -205,19 +213,6 @@ TRL = Project(
         "eval.every": (
             "eval_strategy evaluation_strategy eval_steps",
             lambda a, b, steps: every(a or b or "no", steps),
-        ),
-        "optim.name": (
-            "optim optimizers",
-            lambda name, _: "adamw" if "adamw" in str(name) else Without(f"{name} is not among adamw and muon"),
-        ),
-        "eval.samples": (
-            "per_device_eval_batch_size",
-            lambda _: Without("a batch there, all prompts of an evaluation here"),
-        ),
-        "run.shard": ("fsdp", lambda kind: "full" if kind else DEFAULT),
-        "ppo.micro_batch_tokens": (
-            "local_rollout_forward_batch_size",
-            lambda rows: Without(f"{rows} rows there, in tokens here: only if memory runs out"),
         ),
     },
     defaults={
@@ -293,12 +288,6 @@ OLD_TRL = Project(
         "run.iterations": ("steps =rollout.batch_size", lambda steps, batch: number(steps / batch)),
         "kl.target": ("adap_kl_ctrl target", lambda adaptive, target: target if adaptive else None),
         "kl.horizon": ("adap_kl_ctrl horizon", lambda adaptive, horizon: horizon if adaptive else DEFAULT),
-        "kl.estimator": (
-            "kl_penalty",
-            lambda name: (
-                {"kl": "k1", "mse": "k2"}.get(name) or Without(f"{name} in the reward is not among k1, k2, k3")
-            ),
-        ),
         "ppo.target_kl": ("early_stopping target_kl", lambda stop, kl: 1.5 * kl if stop else None),
         **dict.fromkeys(("stop.kl", "stop.reward"), ("early_stopping", lambda _: DEFAULT)),
         "score.normalize": (
@@ -309,13 +298,9 @@ OLD_TRL = Project(
             "use_score_scaling whiten_rewards use_score_norm",
             lambda scale, whiten, shift: bool(scale and shift) if scale or whiten else DEFAULT,
         ),
-        "run.trackers": ("log_with", trackers),
-        "rollout.top_k": ("top_k", lambda k: k or DEFAULT),
-        "rollout.top_p": ("top_p", lambda p: p if p < 1 else DEFAULT),
         "rollout.stop_at_eos": ("eos_token_id", lambda token: False if token == -1 else DEFAULT),
         "rollout.min_new_tokens": ("min_length min_new_tokens", lambda *n: max(0, int(first(*n)))),
-        "model.lora.rank": ("use_peft lora_r", rank),
-        "model.lora.alpha": ("use_peft lora_alpha", lambda use, alpha: alpha if use else DEFAULT),
+        "model.lora.rank": ("use_peft lora_r", lambda use, number: number if use else DEFAULT),
         "model.quantization": ("load_in_4bit load_in_8bit", quantization),
     },
     defaults={

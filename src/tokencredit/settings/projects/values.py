@@ -1,15 +1,35 @@
-"""Values here of other projects' values: functions that several tables share."""
+"""Values here of other projects' values: by our keys for all projects, and functions that several tables share."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from tokencredit.settings.projects.translation import DEFAULT, Without
 
+class Without(str):
+    """The reason that a rule gives no value; empty if the key keeps its default."""
+
+    __slots__ = ()
+
+
+DEFAULT = Without()
 TRACKERS = ("tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab")
-SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
-QUANTIZED = {4: "nf4", 8: "int8"}
+CHOICES = {
+    **{"bf16": "bfloat16", "fp32": "float32", "float16": "", "fp16": "", "hf": "local", "vanilla": "clip"},
+    **{"grpo": "group_relative", "group_norm": "group_relative", "reinforce_baseline": "group_relative"},
+    **{"dr_grpo": "group_relative", "rloo": "leave_one_out", "reinforce": "reward_to_go"},
+    **{"reinforce_plus_plus": "reward_to_go", "kl": "k1", "mse": "k2", "low_var_kl": "k3", "left": "truncate"},
+    **{"delete": "drop", "raise": "error", "token-mean": "token", "seq-mean-token-mean": "sequence"},
+    **{"seq-mean-token-sum-norm": "constant", "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
+    "adam": "adamw",
+}
+"""The choice here by another name of it; empty for one that is not among them, whatever is spelt alike."""
+
+
+def choice(value: Any) -> Any:
+    """The choice here; one that is not known stays as it is, and the key refuses it."""
+    name = str(getattr(value, "value", value))
+    return CHOICES.get(name.lower()) or name
 
 
 def first(*values: Any) -> Any:
@@ -27,41 +47,23 @@ def number(value: Any) -> Any:
     return max(1, math.ceil(value))
 
 
-def optimizer_steps(parts: Any, size: Any, accumulated: Any) -> int:
-    """Optimizer steps per epoch of TRL's PPO: one per `accumulated` micro-batches, which are rows of one part."""
-    each = int(size * accumulated // parts)
-    return max(1, int(parts * math.ceil(each / size) // accumulated))
-
-
-def iterations(total: Any, epochs: Any, rows: Any, batch: Any, per_prompt: Any = 1) -> Any:
+def iterations(total: Any, epochs: Any, rows: Any, batch: Any) -> Any:
     """Iterations of a total of completions, or of epochs over prompts."""
     if total:
         return number(total / batch)
     if rows:
-        return number(epochs * rows * (per_prompt or 1) / batch)
-    times = f" × {per_prompt}" if (per_prompt or 1) != 1 else ""
-    return Without(f"{epochs:g} × the number of prompts{times} / {batch}; give --rows for it")
-
-
-def share(ratio: Any, total: Any, what: str = "a share of run.iterations") -> Any:
-    """A share of the iterations."""
-    if not ratio:
-        return 0
-    return Without(f"{ratio} is {what}, which is open") if total is None else math.ceil(ratio * total)
+        return number(epochs * rows / batch)
+    times = "once" if epochs == 1 else f"{epochs:g} times"
+    return Without(f"{times} through the prompts, {batch} per iteration; give migrate their number with --rows")
 
 
 def warmup(steps: Any, ratio: Any, total: Any) -> Any:
     """Warm-up in iterations, of steps or of a share of them."""
     steps = max(steps or 0, 0)
-    return int(steps) if steps >= 1 else share(steps or ratio, total)
-
-
-def schedule(name: Any) -> Any:
-    """The schedule of the learning rate."""
-    name = str(getattr(name, "value", name)).lower()
-    name = SCHEDULES.get(name, name)
-    known = ("constant", "linear", "cosine")
-    return name if name in known else Without(f"{name} is not among {', '.join(known)}")
+    if steps >= 1 or not (steps or ratio):
+        return int(steps)
+    unknown = Without(f"{steps or ratio} of run.iterations, which is not known yet")
+    return unknown if total is None else math.ceil((steps or ratio) * total)
 
 
 def final_scale(name: Any, _: Any = None) -> Any:
@@ -69,63 +71,35 @@ def final_scale(name: Any, _: Any = None) -> Any:
     return DEFAULT if name in (None, "constant") else 0.0
 
 
-def dtype(bf16: Any, fp16: Any, name: Any = None) -> Any:
-    """The dtype of the passes."""
-    name = {None: None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(
-        name, str(name).rpartition(".")[2]
-    )
-    if fp16 or name == "float16":
-        return Without("float16 is not supported; bfloat16 or float32")
-    return "bfloat16" if bf16 else name if name in ("bfloat16", "float32") else "float32" if bf16 is False else "auto"
+def dtype(bf16: Any, fp16: Any = None, *names: Any) -> Any:
+    """The dtype of the passes, of two flags and of names such as `torch.bfloat16`."""
+    name = "fp16" if fp16 else "bf16" if bf16 else first(*names, "float32" if bf16 is False else "auto")
+    name = choice(str(name).rpartition(".")[2])
+    return Without("float16 is not supported; bfloat16 or float32") if name in ("float16", "fp16") else name
 
 
 def trackers(names: Any) -> Any:
     """The experiment trackers; `console` is always there."""
     names = [names] if isinstance(names, str) else list(names)
     wanted = [name for name in names if name not in ("none", "console", "all")]
-    if "all" in names:
-        return DEFAULT
     unknown = [name for name in wanted if name not in TRACKERS]
-    return Without(f"{unknown[0]} is none of {', '.join(TRACKERS)}") if unknown else wanted
+    refused = Without(f"{', '.join(unknown)} is none of {', '.join(TRACKERS)}")
+    return DEFAULT if "all" in names else refused if unknown else wanted
 
 
-def every(strategy: Any, steps: Any) -> Any:
+def every(strategy: Any, steps: Any = None) -> Any:
     """Iterations between saves or evaluations."""
     strategy = str(getattr(strategy, "value", strategy))
     if strategy == "no":
         return 0
-    if strategy == "epoch":
-        return Without("an epoch is not a unit here; give iterations")
-    return (
-        int(steps)
-        if steps and steps >= 1
-        else DEFAULT
-        if steps is None
-        else Without(f"{steps} is a share; give iterations")
-    )
+    if strategy == "epoch" or (steps and 0 < steps < 1):
+        return Without(f"every {strategy if strategy == 'epoch' else f'{steps} of the run'} there; give iterations")
+    return DEFAULT if steps is None else max(int(steps), 0)
 
 
-def repository(push: Any, name: Any) -> Any:
-    """The repository to which the policy is pushed."""
-    return Without("the name of the repository is not given") if push and not name else name if push else DEFAULT
-
-
-def quantization(four: Any, eight: Any, bits: Any = None) -> Any:
-    """The quantization of the base model."""
-    bits = 4 if four else 8 if eight else bits
-    return DEFAULT if not bits else QUANTIZED.get(int(bits)) or Without(f"{bits} bits are not among 4 and 8")
-
-
-def rank(use: Any, number: Any) -> Any:
-    """The rank of the adapter, 0 for none."""
-    return int(number) if use else DEFAULT
-
-
-def layers(use: Any, names: Any) -> Any:
+def layers(names: Any) -> Any:
     """Layers with an adapter."""
-    if not (use and names):
-        return DEFAULT
-    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names or [])
     return DEFAULT if names in (["all"], ["all-linear"], []) else names
 
 
@@ -135,6 +109,46 @@ def reward_models(names: Any) -> Any:
     return [{"reward_model": name.strip()} for name in names]
 
 
+def one_dataset(names: Any) -> Any:
+    """The name of a data set, which is one here; `#` and a number of rows may follow it."""
+    listed = names if isinstance(names, list) else names.split(",")
+    if len(listed) > 1:
+        return Without(f"{len(listed)} data sets there, one here; join them in a file")
+    return str(listed[0]).partition("#")[0].strip()
+
+
 def whitened(on: Any) -> Any:
     """`score.normalize` for rewards that are divided by their deviation."""
     return "batch" if on else DEFAULT
+
+
+def rows_per_pass(rows: Any) -> Any:
+    """The reason that a number of rows per pass has no value here."""
+    reason = Without("ppo.micro_batch_tokens limits a pass, in tokens; set it only if memory runs out")
+    return DEFAULT if rows is None else reason
+
+
+CONVERSIONS = {
+    "critic.pretrain": lambda steps: max(int(steps), 0),
+    "eval.dataset": one_dataset,
+    "eval.every": lambda steps: every("steps", steps),
+    "eval.samples": lambda _: Without("rows per pass there; eval.samples is the number of prompts of an evaluation"),
+    "model.dtype": lambda name: dtype(name) if isinstance(name, bool) else dtype(None, None, name),
+    "model.lora.target_modules": layers,
+    "model.quantization": lambda bits: {0: DEFAULT, 1: "nf4", 4: "nf4", 8: "int8"}.get(
+        int(bits), Without(f"{bits} bits; 4 and 8 are supported")
+    ),
+    "optim.name": lambda name: "adamw" if "adamw" in str(name) else choice(name),
+    "ppo.entropy_coef": lambda coef: coef or 0.0,
+    "ppo.micro_batch_tokens": rows_per_pass,
+    "prompts.dataset": one_dataset,
+    "reward": reward_models,
+    "rollout.top_k": lambda k: k if k > 0 else None,
+    "rollout.top_p": lambda p: p if p < 1 else None,
+    "run.save_every": lambda steps: every("steps", steps),
+    "run.shard": lambda kind: "full" if kind and kind not in (1, 2) else DEFAULT,
+    "run.trackers": trackers,
+    **dict.fromkeys(["advantage.estimator", "kl.estimator", "optim.schedule", "ppo.loss", "ppo.reduction"], choice),
+    **dict.fromkeys(("prompts.overlong", "rollout.engine"), choice),
+}
+"""By key here, the function of a value of any project's, where ours is another."""

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokencredit.settings.projects.llama_factory import one_dataset
-from tokencredit.settings.projects.translation import DEFAULT, Project, Without
+from tokencredit.settings.projects.translation import Project
 from tokencredit.settings.projects.values import (
-    dtype,
+    DEFAULT,
+    Without,
+    choice,
     iterations,
-    layers,
     number,
     product,
-    rank,
     reward_models,
-    schedule,
-    share,
-    trackers,
+    rows_per_pass,
+    warmup,
 )
-
-ESTIMATORS = {"gae": "gae", "grpo": "group_relative", "rloo": "leave_one_out", "reinforce_plus_plus": "reward_to_go"}
-REDUCTIONS = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
-KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": "full"}
-OVERLONG = {"error": "error", "left": "truncate"}
-
-
-def choice(table: dict[str, str], value: Any) -> Any:
-    """The value of a table, or the reason that there is none."""
-    return table.get(str(value)) or Without(f"{value} is not among {', '.join(table)}")
 
 
 def critic_kind(enable: Any, estimator: Any) -> Any:
@@ -49,12 +37,12 @@ def kl_coef(in_reward: Any, in_loss: Any, reward: Any, loss: Any) -> Any:
 
 def kl_estimator(in_reward: Any, in_loss: Any, reward: Any, loss: Any) -> Any:
     """The KL estimator of the place that has one."""
-    return choice(KL, loss) if in_loss else choice(KL, reward) if in_reward else DEFAULT
+    return choice(loss) if in_loss else choice(reward) if in_reward else DEFAULT
 
 
-def warmup(steps: Any, ratio: Any, total: Any) -> Any:
-    """Warm-up in iterations."""
-    return steps if steps and steps > 0 else share(ratio, total)
+def kl_target(kind: Any, target: Any, _: Any) -> Any:
+    """The reason that an adaptive coefficient has no target here."""
+    return Without(f"{target} per token there; kl.target is per sequence") if kind == "adaptive" else DEFAULT
 
 
 def own_reward(path: Any, name: Any, enable: Any, model: Any) -> Any:
@@ -115,7 +103,7 @@ VERL = Project(
         "kl.horizon": "algorithm.kl_ctrl.horizon",
         "ppo.minibatches (their number: rollout.batch_size / size)": "actor.ppo_mini_batch_size ppo_mini_batch_size",
         "ppo.epochs": "actor.ppo_epochs ppo_epochs",
-        "ppo.clip": "actor.clip_ratio actor.clip_ratio_low clip_ratio clip_ratio_low",
+        "ppo.clip": "actor.clip_ratio_low actor.clip_ratio clip_ratio_low clip_ratio",
         "ppo.clip_high": "actor.clip_ratio_high clip_ratio_high",
         "ppo.dual_clip": "actor.clip_ratio_c clip_ratio_c",
         "ppo.entropy_coef": "actor.entropy_coeff entropy_coeff",
@@ -126,10 +114,10 @@ VERL = Project(
         "optim.lr": "actor.optim.lr actor_rollout_ref.actor.optim.lr",
         "optim.warmup (in iterations)": "actor.optim.lr_warmup_steps_ratio actor.optim.lr_warmup_steps "
         "lr_warmup_steps_ratio lr_warmup_steps",
-        "optim.schedule": "actor.optim.lr_scheduler_type actor.optim.warmup_style",
+        "optim.schedule": "actor.optim.warmup_style actor.optim.lr_scheduler_type",
         "optim.final_scale": "actor.optim.min_lr_ratio",
         "optim.weight_decay": "actor.optim.weight_decay",
-        "optim.max_grad_norm": "actor.grad_clip actor.optim.clip_grad grad_clip",
+        "optim.max_grad_norm": "actor.optim.clip_grad actor.grad_clip grad_clip",
         "score.overlong": "overlong_buffer overlong_buffer.*",
         "run.iterations (passes × prompts × rollout.per_prompt / rollout.batch_size)": "trainer.total_epochs",
         "run.iterations": "trainer.total_training_steps total_training_steps",
@@ -140,7 +128,7 @@ VERL = Project(
         "none (the project of trackers is tokencredit)": "project_name",
         "none (torchrun starts one process per GPU: docs/scaling.md)": "n_gpus_per_node nnodes ray_kwargs.* device "
         "trainer.balance_batch use_legacy_worker_impl nccl_timeout *.ray_init.*",
-        "none (Hydra's own)": "*_target_ defaults hydra.* defaults.*",
+        "none (Hydra's own)": "*_target_ defaults* hydra.*",
         "none (shards are run.shard and sharding)": "fsdp_config.* strategy *.strategy fsdp_size megatron.* "
         "*tensor_model_parallel_size *_parallel_size param_offload optimizer_offload use_shm hybrid_engine",
         "none (ppo.micro_batch_tokens bounds every pass)": "log_prob_* use_dynamic_bsz micro_batch_size "
@@ -167,45 +155,20 @@ VERL = Project(
         "none (it is the policy's own: model)": "actor_rollout_ref.model.* ref.* transfer_queue.*",
     },
     values={
-        "model.lora.rank": ("actor_rollout_ref.model.lora_rank", lambda number: rank(number, number)),
-        "model.lora.target_modules": ("actor_rollout_ref.model.target_modules", lambda names: layers(True, names)),
-        "model.dtype": (
-            "actor.fsdp_config.dtype actor.fsdp_config.model_dtype",
-            lambda name, _: dtype(None, None, name),  # weights are always float32 here
-        ),
-        "advantage.estimator": ("algorithm.adv_estimator", lambda name: choice(ESTIMATORS, name)),
         "critic.kind": ("critic.enable algorithm.adv_estimator", critic_kind),
-        "prompts.dataset": ("data.train_files", one_dataset),
         "prompts.overlong": (
             "data.truncation data.filter_overlong_prompts",
-            lambda name, drop: "drop" if drop else choice(OVERLONG, name),
+            lambda name, drop: "drop" if drop else choice(name or "error"),
         ),
-        "eval.dataset": ("data.val_files", one_dataset),
-        "eval.every": ("trainer.test_freq", lambda n: max(n, 0)),
         "rollout.batch_size": ("data.train_batch_size actor_rollout_ref.rollout.n", product),
-        "rollout.top_k": ("actor_rollout_ref.rollout.top_k", lambda k: k if k > 0 else None),
-        "rollout.top_p": ("actor_rollout_ref.rollout.top_p", lambda p: p if p < 1 else None),
         "rollout.stop_at_eos": ("actor_rollout_ref.rollout.ignore_eos", lambda ignore: not ignore),
-        "rollout.engine": (
-            "actor_rollout_ref.rollout.name",
-            lambda name: {"hf": "local"}.get(name) or choice({"vllm": "vllm"}, name),
-        ),
         "ppo.minibatches": (
             "data.train_batch_size actor.ppo_mini_batch_size",
             lambda batch, mini: number(batch / mini),
         ),
-        "ppo.clip": ("actor.clip_ratio actor.clip_ratio_low", lambda both, low: both if low is None else low),
-        "ppo.reduction": ("actor.loss_agg_mode", lambda name: choice(REDUCTIONS, name)),
-        "ppo.loss": ("policy_loss.loss_mode", lambda name: choice({"vanilla": "clip", "gspo": "gspo"}, name)),
         "ppo.micro_batch_tokens": (
             "actor.use_dynamic_bsz actor.ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu",
-            lambda dynamic, tokens, rows: (
-                tokens
-                if dynamic and tokens
-                else Without(f"{rows} rows there, in tokens here: only if memory runs out")
-                if rows
-                else DEFAULT
-            ),
+            lambda dynamic, tokens, rows: tokens if dynamic and tokens else rows_per_pass(rows),
         ),
         "run.iterations": (
             "trainer.total_training_steps trainer.total_epochs rows data.train_batch_size",
@@ -214,28 +177,16 @@ VERL = Project(
         "kl.place": (KL_NAMES, kl_place),
         "kl.coef": (f"{KL_NAMES} algorithm.kl_ctrl.kl_coef actor.kl_loss_coef", kl_coef),
         "kl.estimator": (f"{KL_NAMES} algorithm.kl_penalty actor.kl_loss_type", kl_estimator),
-        "kl.target": (
-            "algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon",
-            lambda kind, kl, _: (
-                Without(f"{kl} per token there; kl.target is per sequence") if kind == "adaptive" else DEFAULT
-            ),
-        ),
+        "kl.target": ("algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon", kl_target),
         "optim.warmup": (
             "actor.optim.lr_warmup_steps actor.optim.lr_warmup_steps_ratio =run.iterations",
             warmup,
         ),
-        "optim.schedule": (
-            "actor.optim.lr_scheduler_type actor.optim.warmup_style",
-            lambda kind, old: schedule(old or kind),
-        ),
-        "optim.max_grad_norm": ("actor.grad_clip actor.optim.clip_grad", lambda a, b: b if a is None else a),
         "reward": (
             "custom_reward_function.path custom_reward_function.name reward_model.enable reward_model.model.path",
             own_reward,
         ),
         "run.dir": ("trainer.default_local_dir trainer.experiment_name", lambda path, name: path or f"runs/{name}"),
-        "run.trackers": ("trainer.logger", trackers),
-        "run.save_every": ("trainer.save_freq", lambda n: max(n, 0)),
     },
     defaults={
         **{"algorithm.adv_estimator": "gae", "algorithm.gamma": 1.0, "algorithm.lam": 1.0, "actor.ppo_epochs": 1},

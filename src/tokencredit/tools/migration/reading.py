@@ -80,7 +80,8 @@ def read(file: Path) -> Source:
 
 def mapping_source(settings: Mapping[Any, Any], file: Path) -> Source:
     """The settings of a YAML or JSON file."""
-    given = {key: value for key, value in flat(settings).items() if value is not None and not unresolved(value)}
+    values = {key: value for key, value in flat(settings).items() if value is not None}
+    given = {key: value for key, x in values.items() if not unresolved(value := resolved(x, values))}
     scripts = (shell_source(value, file) for value in given.values() if isinstance(value, str) and "\n" in value)
     if found := next(filter(None, scripts), None):
         return found
@@ -95,6 +96,16 @@ def mapping_source(settings: Mapping[Any, Any], file: Path) -> Source:
     if groups & set(own) and not any(TRL.name_of(key) for key in settings if key not in own):
         raise ConfigError(f"{file}: it is a configuration of tokencredit already; tokencredit train --config {file}")
     return Source(trl_version(given), given)
+
+
+def resolved(value: Any, values: Mapping[str, Any]) -> Any:
+    """A value in which Hydra's `${key}` of other keys are replaced."""
+    if not isinstance(value, str):
+        return value
+    whole = re.fullmatch(r"\$\{([\w.]+)\}", value)
+    if whole and whole[1] in values:
+        return values[whole[1]]
+    return re.sub(r"\$\{([\w.]+)\}", lambda match: str(values.get(match[1], match[0])), value)
 
 
 def unresolved(value: Any) -> bool:

@@ -24,7 +24,7 @@ MAX_DIGITS = 18
 class Script:
     """A shell script's text, with the variables that were assigned so far."""
 
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=lambda: {"HOME": "~"})  # which every path here may begin with
     arrays: dict[str, list[str]] = field(default_factory=dict)
 
     def commands(self, text: str) -> Iterator[list[str]]:
@@ -50,11 +50,14 @@ class Script:
 
     def fill(self, text: str) -> str:
         """A text with the variables that are known, or have a default, in place."""
+
+        def value(match: re.Match[str]) -> str:
+            return self.variables.get(match[1] or match[3], match[0] if match[2] is None else match[2])
+
         for _ in range(MAX_NESTING):
-            filled = VARIABLE.sub(lambda m: self.variables.get(m[1] or m[3], m[0] if m[2] is None else m[2]), text)
-            if len(filled) > MAX_VALUE:  # variables that double each other
+            if sum(len(value(match)) for match in VARIABLE.finditer(text)) > MAX_VALUE:  # they double each other
                 return text
-            text = filled
+            text = VARIABLE.sub(value, text)
         return text
 
     def _words(self, word: str) -> list[str]:
