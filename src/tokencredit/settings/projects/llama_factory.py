@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tokencredit.settings.projects.translation import Project
-from tokencredit.settings.projects.trl import BATCH, OLD_TRL, TRAINING_ARGUMENTS, TRL
+from tokencredit.settings.projects.trl import ADAPTER, BATCH, OLD_TRL, TRAINING_ARGUMENTS, TRL
 from tokencredit.settings.projects.values import (
     DEFAULT,
     Without,
@@ -134,7 +134,7 @@ SWIFT = replace(
         "gradient_checkpointing_kwargs overwrite_cache ddp_find_unused_parameters use_cache attn_implementation",
         "none (files are on the Hugging Face hub or in folders)": "use_hf model_revision hub_token",
     },
-    values={key: rule for key, rule in TRL.values.items() if key not in ("model.name", "model.quantization")}
+    values={key: rule for key, rule in TRL.values.items() if key not in {"model.name", *ADAPTER}}
     | {
         "reward": ("reward_model", first),
         "critic.name": ("reward_model", first),

@@ -221,6 +221,7 @@ OPENRLHF = Project(
             lambda epochs, rows, batch: iterations(None, epochs, rows, batch),
         ),
         "optim.warmup": ("actor.lr_warmup_ratio =run.iterations", lambda ratio, total: warmup(0, ratio, total)),
+        "run.shard": ("ds.zero_stage", lambda stage: "full" if stage == 3 else DEFAULT),
         "run.trackers": (
             "logger.wandb.key logger.tensorboard_dir",
             lambda key, folder: ["wandb"] * bool(key) + ["tensorboard"] * bool(folder),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tokencredit.settings.projects.translation import Project
+from tokencredit.settings.projects.translation import Project, Rules
 from tokencredit.settings.projects.values import (
     DEFAULT,
     Without,
@@ -14,6 +14,7 @@ from tokencredit.settings.projects.values import (
     final_scale,
     first,
     iterations,
+    layers,
     number,
     product,
     rows_per_pass,
@@ -40,6 +41,19 @@ def quantization(four: Any, eight: Any) -> Any:
     return "nf4" if four else "int8" if eight else DEFAULT
 
 
+def adapter(default: Any) -> Any:
+    """The rule of a LoRA setting, which counts with `use_peft`."""
+    return lambda use, value: (default if value is None else value) if use else DEFAULT
+
+
+ADAPTER: Rules = {
+    "model.lora.rank": ("use_peft lora_r", adapter(16)),
+    "model.lora.alpha": ("use_peft lora_alpha", adapter(32)),
+    "model.lora.dropout": ("use_peft lora_dropout", adapter(0.05)),
+    "model.lora.target_modules": ("use_peft lora_target_modules", lambda use, names: layers(names) if use else DEFAULT),
+    "model.quantization": ("load_in_4bit load_in_8bit", quantization),
+}
+"""Rules of TRL's ModelConfig."""
 TRAINING_ARGUMENTS = {
     "optim.lr, critic.lr": "learning_rate",
     "run.iterations (passes × prompts × rollout.per_prompt / rollout.batch_size)": "num_train_epochs",
@@ -113,7 +127,7 @@ GRPO = {
 """Names of GRPOConfig and GRPOTrainer."""
 MODEL = {
     "model.name": "model_name_or_path",
-    "model.lora.rank": "use_peft lora_r lora_rank",
+    "model.lora.rank": "use_peft lora_r",
     "model.lora.alpha": "lora_alpha",
     "model.lora.dropout": "lora_dropout",
     "model.lora.target_modules": "lora_target_modules",
@@ -126,7 +140,7 @@ MODEL = {
     "none (nf4 is quantised twice, and computes in model.dtype)": "bnb_4bit_quant_type use_bnb_nested_quant "
     "bnb_4bit_compute_dtype bnb_4bit_quant_storage",
     "none (download that revision into a folder, and name the folder)": "model_revision",
-    "none (the adapter of a language model)": "lora_task_type",
+    "none (an adapter of a causal language model, without biases)": "lora_task_type lora_bias",
 }
 """Names of TRL's ModelConfig and ScriptArguments."""
 
@@ -200,8 +214,7 @@ TRL = Project(
         "optim.warmup": ("warmup_steps warmup_ratio =run.iterations", warmup),
         "optim.max_grad_norm": ("max_grad_norm", lambda _: None),  # TRL's PPO never clips, whatever its value
         "model.dtype": ("bf16 fp16 dtype torch_dtype", dtype),
-        "model.lora.rank": ("use_peft lora_r", lambda use, number: number if use else DEFAULT),
-        "model.quantization": ("load_in_4bit load_in_8bit", quantization),
+        **ADAPTER,
         "ppo.micro_batch_tokens": ("local_rollout_forward_batch_size", rows_per_pass),
         "run.save_every": ("save_strategy save_steps", every),
         "run.push_to_hub": ("push_to_hub hub_model_id", repository),
@@ -300,8 +313,7 @@ OLD_TRL = Project(
         ),
         "rollout.stop_at_eos": ("eos_token_id", lambda token: False if token == -1 else DEFAULT),
         "rollout.min_new_tokens": ("min_length min_new_tokens", lambda *n: max(0, int(first(*n)))),
-        "model.lora.rank": ("use_peft lora_r", lambda use, number: number if use else DEFAULT),
-        "model.quantization": ("load_in_4bit load_in_8bit", quantization),
+        **ADAPTER,
     },
     defaults={
         **{"learning_rate": 1.41e-5, "batch_size": 128, "mini_batch_size": 128, "gradient_accumulation_steps": 1},

@@ -146,7 +146,7 @@ CONVERSIONS = {
     "rollout.top_k": lambda k: k if k > 0 else None,
     "rollout.top_p": lambda p: p if p < 1 else None,
     "run.save_every": lambda steps: every("steps", steps),
-    "run.shard": lambda kind: "full" if kind and kind not in (1, 2) else DEFAULT,
+    "run.shard": lambda kind: "full" if kind else DEFAULT,
     "run.trackers": trackers,
     **dict.fromkeys(["advantage.estimator", "kl.estimator", "optim.schedule", "ppo.loss", "ppo.reduction"], choice),
     **dict.fromkeys(("prompts.overlong", "rollout.engine"), choice),

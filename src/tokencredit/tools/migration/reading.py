@@ -37,6 +37,8 @@ LOADERS = {
     "load_dataset": "dataset_name",
 }
 """Names of TRL's by the call whose first argument is their value."""
+PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+"""Defaults of `LoraConfig`, which are not those of TRL's command line."""
 KINDS = "TRL's PPOConfig (YAML, JSON or Python), LLaMA-Factory's stage: ppo, ms-swift's rlhf_type: ppo, verl, OpenRLHF"
 
 
@@ -218,9 +220,10 @@ def call_arguments(name: str, node: ast.Call, config: bool) -> dict[str, ast.exp
     if config:
         return keywords
     if name == "LoraConfig":
-        names = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
-        names |= {"target_modules": "lora_target_modules"}
-        return {"use_peft": ast.Constant(True)} | {names[key]: x for key, x in keywords.items() if key in names}
+        found = {key: ast.Constant(value) for key, value in PEFT.items()} | keywords
+        return {f"lora_{key.removeprefix('lora_')}": value for key, value in found.items()} | {
+            "use_peft": ast.Constant(True)
+        }
     if name == "BitsAndBytesConfig":
         return {key: value for key, value in keywords.items() if key.startswith("load_in_")}
     if name == "load_dataset" and "data_files" in keywords:
