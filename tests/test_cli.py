@@ -18,7 +18,6 @@ from helpers.commands import COMMAND, HEAVY, command, imported, refused, unread
 from helpers.files import read_jsonl, read_metrics, without_times
 from tokencredit.cli import main
 from tokencredit.commands import COMMANDS
-from tokencredit.commands.run_reports import audit_parser
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import MAX_SEED
 from tokencredit.text.engines.continuous import ContinuousSampler
@@ -278,7 +277,7 @@ def test_more_seeds_than_a_sweep_has_are_refused(tmp_path, capsys):
 
 
 def test_a_command_without_enough_memory_is_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(COMMANDS, "audit", (audit_parser, lambda options: torch.empty(2**55)))
+    monkeypatch.setitem(COMMANDS, "audit", COMMANDS["audit"]._replace(run=lambda options: torch.empty(2**55)))
     assert main(["audit", "nowhere"]) == 1
     error = capsys.readouterr().err
     assert error == "tokencredit: out of memory; lower --completions or --continuations\n"

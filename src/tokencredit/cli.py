@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         options = parser.read(arguments[1:])
         set_up_libraries()
-        COMMANDS[command][1](options)
+        COMMANDS[command].run(options)
         print(end="", flush=True)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
@@ -105,7 +105,7 @@ def top_level(arguments: Sequence[str]) -> int:
 
 def command_parser(name: str) -> Parser:
     """The parser of a subcommand."""
-    parser = COMMANDS[name][0]()
+    parser = COMMANDS[name].parser()
     parser.prog, parser.command = f"tokencredit {name}", name
     return parser
 

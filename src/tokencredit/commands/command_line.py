@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from types import NoneType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 
@@ -317,7 +318,37 @@ POSITIVE_FLOAT = checked(float, above=0)
 SEED = checked(int, at_least=0, at_most=MAX_SEED)
 
 
-def new_command(description: str, runs_code: bool = True, kind: Any = None) -> Parser:
+class Command(NamedTuple):
+    """A subcommand: its parser, which is made when it is needed, and what it does."""
+
+    parser: Callable[[], Parser]
+    run: Callable[[Options], None]
+
+
+Argument = Callable[[Parser], object]
+"""Adds an argument to a parser."""
+
+
+def option(*flags: str, **settings: Any) -> Argument:
+    """An argument with the settings of argparse's `add_argument`."""
+    return lambda parser: parser.add_argument(*flags, **settings)
+
+
+def positional(name: str, words: str, **settings: Any) -> Argument:
+    """A required positional argument, as `Parser.positional` takes it."""
+    return lambda parser: parser.positional(name, words, **settings)
+
+
+def command(
+    description: str, *arguments: Argument, runs_code: bool = True, kind: Any = None
+) -> Callable[[Callable[[Options], None]], Command]:
+    """Decorator of a command's function; arguments as in `make_parser`."""
+    return lambda run: Command(partial(make_parser, description, arguments, runs_code, kind), run)
+
+
+def make_parser(
+    description: str, arguments: Iterable[Argument] = (), runs_code: bool = True, kind: Any = None
+) -> Parser:
     """The parser of a command, with the options that all have; commands that only read results run no user code."""
     parser = Parser(description, kind)
     parser.add_argument("--debug", action="store_true", help="Show tracebacks of errors.")
@@ -337,18 +368,20 @@ def new_command(description: str, runs_code: bool = True, kind: Any = None) -> P
             flags = [f"--{key}"] + [f"--{key}+"] * (get_origin(setting.hint) is list)
             for flag in flags:
                 keys.add_argument(flag, dest=flag[2:], action=Given, metavar="VALUE", help=argparse.SUPPRESS)
+    for add in arguments:
+        add(parser)
     return parser
 
 
-def config_parser(kind: type[Any]) -> Parser:
+def config_parser(kind: type[Any], *arguments: Argument) -> Parser:
     """The parser of a command that trains."""
     run_kind = next(run_kind for run_kind in RUN_KINDS.values() if run_kind.config is kind)
-    parser = new_command(f"Train {run_kind.trains}.", kind=kind)
-    parser.add_argument(
+    resume = option(
         "--resume",
         metavar="RUN",
         help="Folder of an interrupted run to resume, with its configuration; flags override that.",
     )
+    parser = make_parser(f"Train {run_kind.trains}.", (resume, *arguments), kind=kind)
     parser.command = run_kind.command
     return parser
 

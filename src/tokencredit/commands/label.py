@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tokencredit.commands.command_line import SEED, Options, Parser, new_command
-from tokencredit.commands.use_model import model_parser, source_of, which_of
+from tokencredit.commands.command_line import SEED, Options, command, option, positional
+from tokencredit.commands.use_model import MODEL, source_of, which_of
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
 from tokencredit.settings.reader import build
@@ -14,15 +14,12 @@ from tokencredit.settings.run_kind import read_source
 from tokencredit.tools.scoring_options import PairsOptions
 
 
-def pairs_parser() -> Parser:
-    """The parser of `tokencredit pairs`."""
-    parser = model_parser("Sample completions, rank them by a reward, and write pairs of them.", PairsOptions)
-    parser.add_argument(
-        "--out", metavar="FILE", help="New .jsonl file of the pairs; a .json beside it has settings and counts."
-    )
-    return parser
-
-
+@command(
+    "Sample completions, rank them by a reward, and write pairs of them.",
+    *MODEL,
+    option("--out", metavar="FILE", help="New .jsonl file of the pairs; a .json beside it has settings and counts."),
+    kind=PairsOptions,
+)
 def pairs(options: Options) -> None:
     """Run `tokencredit pairs`."""
     if options.out is None:
@@ -41,18 +38,14 @@ def pairs(options: Options) -> None:
     print(out)
 
 
-def label_parser() -> Parser:
-    """The parser of `tokencredit label`."""
-    parser = new_command("Label pairs of completions by hand: which one is better?", runs_code=False)
-    parser.positional(
-        "pairs", "FILE, a JSONL file of pairs", help="JSONL file of pairs, as `tokencredit pairs` writes it."
-    )
-    parser.add_argument("--out", metavar="FILE", help="File of labels, continued; by default labels.jsonl.")
-    parser.add_argument("--seed", type=SEED, default=1, help="Seed of the order of A and B.")
-    parser.add_argument("--export", metavar="FILE", help="Write preferences of the labels to this new file.")
-    return parser
-
-
+@command(
+    "Label pairs of completions by hand: which one is better?",
+    positional("pairs", "FILE, a JSONL file of pairs", help="JSONL file of pairs, as `tokencredit pairs` writes it."),
+    option("--out", metavar="FILE", help="File of labels, continued; by default labels.jsonl."),
+    option("--seed", type=SEED, default=1, help="Seed of the order of A and B."),
+    option("--export", metavar="FILE", help="Write preferences of the labels to this new file."),
+    runs_code=False,
+)
 def label(options: Options) -> None:
     """Run `tokencredit label`."""
     options.refuse_empty("out")

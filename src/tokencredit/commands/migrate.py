@@ -6,27 +6,23 @@ import sys
 from pathlib import Path
 from shlex import quote
 
-from tokencredit.commands.command_line import POSITIVE_INT, Options, Parser, new_command
+from tokencredit.commands.command_line import POSITIVE_INT, Options, command, option, positional
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
 
 
-def migrate_parser() -> Parser:
-    """The parser of `tokencredit migrate`."""
-    parser = new_command(
-        "Make a run.yaml of a configuration of TRL, LLaMA-Factory, ms-swift, verl or OpenRLHF.", runs_code=False
-    )
-    parser.positional(
+@command(
+    "Make a run.yaml of a configuration of TRL, LLaMA-Factory, ms-swift, verl or OpenRLHF.",
+    positional(
         "file",
         "FILE, a YAML, JSON, Python or shell file",
         nargs="*",
         help="YAML, JSON, Python or shell file; it is read, never run. Settings of later files override earlier ones.",
-    )
-    parser.add_argument("--rows", type=POSITIVE_INT, help="Number of prompts, if the file counts epochs.")
-    parser.add_argument("--out", metavar="FILE", help="New .yaml file; by default the standard output.")
-    return parser
-
-
+    ),
+    option("--rows", type=POSITIVE_INT, help="Number of prompts, if the file counts epochs."),
+    option("--out", metavar="FILE", help="New .yaml file; by default the standard output."),
+    runs_code=False,
+)
 def migrate(options: Options) -> None:
     """Run `tokencredit migrate`."""
     out = None if options.out is None else check_new_file("--out", options.out, ".yaml")

@@ -15,8 +15,9 @@ from tokencredit.commands.command_line import (
     POSITIVE_INT,
     SEED,
     Options,
-    Parser,
-    new_command,
+    command,
+    option,
+    positional,
     to_config,
 )
 from tokencredit.errors import ConfigError
@@ -30,30 +31,26 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.tools.load_run import require_gymnasium
 
+RUN = positional("run", "RUN, the folder of a run", help="Folder of a run, finished or still training.")
+OPEN = option("--open", action="store_true", help="Open the page in the browser.")
 
-def audit_parser() -> Parser:
-    """The parser of `tokencredit audit`."""
-    parser = new_command("Measure a run's credit against true values, and add the result to its page.")
-    parser.positional("run", "RUN, the folder of a run", help="Folder of a run, finished or still training.")
-    parser.add_argument("--checkpoint", type=POSITIVE_INT, help="Iteration of the checkpoint; by default the newest.")
-    parser.add_argument("--completions", type=POSITIVE_INT, default=16, help="Completions or episodes to audit.")
-    parser.add_argument("--continuations", type=POSITIVE_INT, default=32, help="Continuations per state.")
-    parser.add_argument(
+
+@command(
+    "Measure a run's credit against true values, and add the result to its page.",
+    RUN,
+    option("--checkpoint", type=POSITIVE_INT, help="Iteration of the checkpoint; by default the newest."),
+    option("--completions", type=POSITIVE_INT, default=16, help="Completions or episodes to audit."),
+    option("--continuations", type=POSITIVE_INT, default=32, help="Continuations per state."),
+    option(
         "--states",
         help="States per completion or episode, evenly spread: all, or a number; by default all, and 4 per episode.",
-    )
-    parser.add_argument("--seconds", type=POSITIVE_FLOAT, help="Time limit in seconds; by default none.")
-    parser.add_argument(
-        "--reward", nargs="+", default=[], metavar="FILE.py:NAME", help="Rewards of a run that got them in Python."
-    )
-    parser.add_argument(
-        "--prompts.dataset", dest="dataset", metavar="FILE", help="Rows of such a run: FILE.py:NAME or a data set."
-    )
-    parser.add_argument("--calls", type=POSITIVE_INT, help="Most texts that each reward scores; by default no limit.")
-    parser.add_argument("--tokens", type=POSITIVE_INT, help="Most tokens to sample; by default no limit.")
-    return parser
-
-
+    ),
+    option("--seconds", type=POSITIVE_FLOAT, help="Time limit in seconds; by default none."),
+    option("--reward", nargs="+", default=[], metavar="FILE.py:NAME", help="Rewards of a run that got them in Python."),
+    option("--prompts.dataset", dest="dataset", metavar="FILE", help="Rows of such a run: FILE.py:NAME or a data set."),
+    option("--calls", type=POSITIVE_INT, help="Most texts that each reward scores; by default no limit."),
+    option("--tokens", type=POSITIVE_INT, help="Most tokens to sample; by default no limit."),
+)
 def audit(options: Options) -> None:
     """Run `tokencredit audit`."""
     count = options.states
@@ -95,16 +92,12 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
     return audit_completions(run, config, settings, options.checkpoint, given)
 
 
-def limit_parser() -> Parser:
-    """The parser of `tokencredit limit`."""
-    parser = new_command("Estimate the best that any policy can reach at the run's KL price.", kind=PPOConfig)
-    parser.add_argument("of", nargs="?", metavar="RUN", help="Folder of a run; or give --config FILE and keys.")
-    parser.add_argument(
-        "--samples", type=POSITIVE_INT, default=1024, help="Least completions of the reference; by default 1024."
-    )
-    return parser
-
-
+@command(
+    "Estimate the best that any policy can reach at the run's KL price.",
+    option("of", nargs="?", metavar="RUN", help="Folder of a run; or give --config FILE and keys."),
+    option("--samples", type=POSITIVE_INT, default=1024, help="Least completions of the reference; by default 1024."),
+    kind=PPOConfig,
+)
 def limit(options: Options) -> None:
     """Run `tokencredit limit`."""
     run = None if options.of is None else Path(at_home(options.of))
@@ -122,19 +115,14 @@ def limit(options: Options) -> None:
     limit_run.limit(config, options.samples, run)
 
 
-def play_parser() -> Parser:
-    """The parser of `tokencredit play`."""
-    parser = new_command("Play episodes with a trained agent.")
-    parser.positional("run", "RUN, the folder of a run", help="Folder of a run.")
-    parser.add_argument("-n", "--episodes", type=POSITIVE_INT, default=10, help="Number of episodes.")
-    parser.add_argument(
-        "--sample", action="store_true", help="Sample actions as in training, instead of the most likely ones."
-    )
-    parser.add_argument("--videos", type=NON_NEGATIVE_INT, default=0, help="Extra episodes, recorded on video.")
-    parser.add_argument("--seed", type=SEED, default=1, help="Seed of all randomness.")
-    return parser
-
-
+@command(
+    "Play episodes with a trained agent.",
+    positional("run", "RUN, the folder of a run", help="Folder of a run."),
+    option("-n", "--episodes", type=POSITIVE_INT, default=10, help="Number of episodes."),
+    option("--sample", action="store_true", help="Sample actions as in training, instead of the most likely ones."),
+    option("--videos", type=NON_NEGATIVE_INT, default=0, help="Extra episodes, recorded on video."),
+    option("--seed", type=SEED, default=1, help="Seed of all randomness."),
+)
 def play(options: Options) -> None:
     """Run `tokencredit play`."""
     config = read_config(Path(options.run) / "config.yaml", ControlConfig, options.no_code)
@@ -145,21 +133,18 @@ def play(options: Options) -> None:
     play_run(Path(options.run), config, settings, options.seed)
 
 
-def inspect_parser() -> Parser:
-    """The parser of `tokencredit inspect`."""
-    parser = new_command("Find which parts of the model training changed, and write a page about them.")
-    parser.positional("run", "RUN, the folder of a run", help="Folder of a finished run of a language model.")
-    parser.add_argument("--prompt", help="Prompt of the inspected completion; by default the run's first.")
-    parser.add_argument(
+@command(
+    "Find which parts of the model training changed, and write a page about them.",
+    positional("run", "RUN, the folder of a run", help="Folder of a finished run of a language model."),
+    option("--prompt", help="Prompt of the inspected completion; by default the run's first."),
+    option(
         "--against", metavar="base|OTHER", default="base", help="Model to compare with: base, a run or a model folder."
-    )
-    parser.add_argument("--up", nargs="+", metavar="WORD", default=[], help="Words whose log-odds are explained.")
-    parser.add_argument("--down", nargs="+", metavar="WORD", default=[], help="Words against which.")
-    parser.add_argument("--seed", type=SEED, default=1, help="Seed of all randomness.")
-    parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
-    return parser
-
-
+    ),
+    option("--up", nargs="+", metavar="WORD", default=[], help="Words whose log-odds are explained."),
+    option("--down", nargs="+", metavar="WORD", default=[], help="Words against which."),
+    option("--seed", type=SEED, default=1, help="Seed of all randomness."),
+    OPEN,
+)
 def inspect(options: Options) -> None:
     """Run `tokencredit inspect`."""
     options.refuse_empty("against")
@@ -179,14 +164,12 @@ def inspect(options: Options) -> None:
     show_page(run / "inspect.html", options)
 
 
-def report_parser() -> Parser:
-    """The parser of `tokencredit report`."""
-    parser = new_command("Write a run's report, an HTML page that needs no network.", runs_code=False)
-    parser.positional("run", "RUN, the folder of a run", help="Folder of a run, finished or still training.")
-    parser.add_argument("--open", action="store_true", help="Open the page in the browser.")
-    return parser
-
-
+@command(
+    "Write a run's report, an HTML page that needs no network.",
+    RUN,
+    OPEN,
+    runs_code=False,
+)
 def report(options: Options) -> None:
     """Run `tokencredit report`."""
     from tokencredit.report.page import write_report
@@ -194,13 +177,11 @@ def report(options: Options) -> None:
     show_page(write_report(Path(options.run)), options)
 
 
-def cite_parser() -> Parser:
-    """The parser of `tokencredit cite`."""
-    parser = new_command("Write what a paper's appendix says about runs, with BibTeX.", runs_code=False)
-    parser.positional("runs", "RUN, the folder of each run", nargs="*", help="Folders of runs of one kind.")
-    return parser
-
-
+@command(
+    "Write what a paper's appendix says about runs, with BibTeX.",
+    positional("runs", "RUN, the folder of each run", nargs="*", help="Folders of runs of one kind."),
+    runs_code=False,
+)
 def cite(options: Options) -> None:
     """Run `tokencredit cite`."""
     from tokencredit.report.cite import citation
@@ -226,23 +207,19 @@ def show_page(page: Path, options: Options) -> None:
         print("no browser was found; open the page yourself")
 
 
-def compare_parser() -> Parser:
-    """The parser of `tokencredit compare`."""
-    parser = new_command("Compare runs: a page, figures and tables.", runs_code=False)
-    parser.positional(
-        "runs", "RUN, the folder of each run", nargs="*", help="Folders of runs, finished or still training."
-    )
-    parser.add_argument("--metric", help="Metric to compare; by default the reward, or an agent's return.")
-    parser.add_argument("--group-by", metavar="KEY", help="Key whose value groups runs into one curve.")
-    parser.add_argument("--smooth", type=POSITIVE_INT, default=1, help="Window of each run's running mean.")
-    parser.add_argument(
+@command(
+    "Compare runs: a page, figures and tables.",
+    positional("runs", "RUN, the folder of each run", nargs="*", help="Folders of runs, finished or still training."),
+    option("--metric", help="Metric to compare; by default the reward, or an agent's return."),
+    option("--group-by", metavar="KEY", help="Key whose value groups runs into one curve."),
+    option("--smooth", type=POSITIVE_INT, default=1, help="Window of each run's running mean."),
+    option(
         "--format",
         help="Formats, separated by commas: html, png, pdf, svg, csv, json, tex; by default html,png.",
-    )
-    parser.add_argument("--out", default="comparison", help="Output folder, or one file with the ending of a format.")
-    return parser
-
-
+    ),
+    option("--out", default="comparison", help="Output folder, or one file with the ending of a format."),
+    runs_code=False,
+)
 def compare(options: Options) -> None:
     """Run `tokencredit compare`."""
     options.refuse_empty("out")
@@ -260,13 +237,11 @@ def compare(options: Options) -> None:
     print(written)
 
 
-def doctor_parser() -> Parser:
-    """The parser of `tokencredit doctor`."""
-    parser = new_command("Diagnose a run: what is wrong, and what to change.", runs_code=False)
-    parser.positional("run", "RUN, the folder of a run", help="Folder of a run, finished or still training.")
-    return parser
-
-
+@command(
+    "Diagnose a run: what is wrong, and what to change.",
+    RUN,
+    runs_code=False,
+)
 def doctor(options: Options) -> None:
     """Run `tokencredit doctor`."""
     from tokencredit.report.reading import read_run

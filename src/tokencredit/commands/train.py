@@ -14,10 +14,10 @@ from tokencredit.commands.command_line import (
     NON_NEGATIVE_INT,
     POSITIVE_INT,
     Options,
-    Parser,
     checked,
-    config_parser,
-    new_command,
+    command,
+    option,
+    positional,
     to_config,
 )
 from tokencredit.commands.jobs import training
@@ -42,13 +42,9 @@ Config = TypeVar("Config", PPOConfig, ControlConfig, OfflineSettings)
 TrainingCommand = Literal["train", "control", "sft", "reward-model", "dpo"]
 
 
-def train_parser() -> Parser:
-    """The parser of `tokencredit train`."""
-    parser = config_parser(PPOConfig)
-    parser.add_argument(
-        "--check", action="store_true", help="Check all that can be known before the first rollout, and train nothing."
-    )
-    return parser
+CHECK = option(
+    "--check", action="store_true", help="Check all that can be known before the first rollout, and train nothing."
+)
 
 
 def check_run(options: Options) -> None:
@@ -153,26 +149,23 @@ def size(text: str) -> float:
     return float(match[1]) * 1000.0 ** " KMGT".index(match[2].upper() or " ")
 
 
-def plan_parser() -> Parser:
-    """The parser of `tokencredit plan`."""
-    parser = new_command(
-        "Plan a run of `tokencredit train`: memory, time and tokens; nothing is loaded.", kind=PPOConfig
-    )
-    lengths: dict[str, Any] = {"type": POSITIVE_INT, "metavar": "N"}
-    parser.add_argument("--processes", default=1, help="Number of processes of the job; by default 1.", **lengths)
-    parser.add_argument("--tokens", help="Mean length of completions, in tokens; by default the longest.", **lengths)
-    parser.add_argument(
-        "--prompt_tokens", help="Length of prompts, in tokens; by default they are tokenized and counted.", **lengths
-    )
-    parser.add_argument(
-        "--device", type=checked(Literal["cpu", "cuda"]), help="Device to plan for; by default this machine's."
-    )
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="Memory of that device, such as 24GB.")
-    parser.add_argument("--no-time", action="store_true", help="Skip the calibration of time on this machine.")
-    parser.add_argument("--out", metavar="FILE", help="New JSON file for the plan.")
-    return parser
+LENGTH: dict[str, Any] = {"type": POSITIVE_INT, "metavar": "N"}
+"""The form of options for lengths and counts."""
 
 
+@command(
+    "Plan a run of `tokencredit train`: memory, time and tokens; nothing is loaded.",
+    option("--processes", default=1, help="Number of processes of the job; by default 1.", **LENGTH),
+    option("--tokens", help="Mean length of completions, in tokens; by default the longest.", **LENGTH),
+    option(
+        "--prompt_tokens", help="Length of prompts, in tokens; by default they are tokenized and counted.", **LENGTH
+    ),
+    option("--device", type=checked(Literal["cpu", "cuda"]), help="Device to plan for; by default this machine's."),
+    option("--memory", type=size, metavar="SIZE", help="Memory of that device, such as 24GB."),
+    option("--no-time", action="store_true", help="Skip the calibration of time on this machine."),
+    option("--out", metavar="FILE", help="New JSON file for the plan."),
+    kind=PPOConfig,
+)
 def plan(options: Options) -> None:
     """Run `tokencredit plan`."""
     config = to_config(options, PPOConfig)
@@ -189,61 +182,51 @@ def plan(options: Options) -> None:
         write(made, out)
 
 
-def schema_parser() -> Parser:
-    """The parser of `tokencredit schema`."""
-    parser = new_command("Print the JSON schema of a command's YAML files, for editors.", runs_code=False)
-    names = ", ".join(run_kind.command for run_kind in RUN_KINDS.values())
-    choice = checked(TrainingCommand)
-    parser.add_argument("of", nargs="?", metavar="COMMAND", type=choice, default="train", help=f"Command: {names}.")
-    return parser
-
-
+@command(
+    "Print the JSON schema of a command's YAML files, for editors.",
+    option(
+        "of",
+        nargs="?",
+        metavar="COMMAND",
+        type=checked(TrainingCommand),
+        default="train",
+        help=f"Command: {', '.join(run_kind.command for run_kind in RUN_KINDS.values())}.",
+    ),
+    runs_code=False,
+)
 def schema(options: Options) -> None:
     """Run `tokencredit schema`."""
     kind = next(run_kind.config for run_kind in RUN_KINDS.values() if run_kind.command == options.of)
     print(json.dumps(json_schema(kind), indent=2, ensure_ascii=False))
 
 
-def sweep_parser() -> Parser:
-    """The parser of `tokencredit sweep`."""
-    parser = new_command("Train all runs of a sweep file, and compare them.")
-    parser.positional("file", "FILE, a sweep file", help="YAML sweep file; docs/sweeps.md describes it.")
-    parser.add_argument(
-        "--seeds", type=POSITIVE_INT, help="Number of the file's seeds to use, the first ones; by default all."
-    )
-    parser.add_argument(
+@command(
+    "Train all runs of a sweep file, and compare them.",
+    positional("file", "FILE, a sweep file", help="YAML sweep file; docs/sweeps.md describes it."),
+    option("--seeds", type=POSITIVE_INT, help="Number of the file's seeds to use, the first ones; by default all."),
+    option(
         "--on",
         type=checked(Literal["local", "ray", "slurm"]),
         default="local",
         help="Place of the runs: processes here, tasks of a Ray cluster, or Slurm jobs.",
-    )
-    parser.add_argument(
+    ),
+    option(
         "--jobs",
         type=POSITIVE_INT,
         help="Number of runs in parallel; by default one here, and on a cluster all that it has room for.",
-    )
-    parser.add_argument(
-        "--cores", type=POSITIVE_INT, help="CPU cores per run on a cluster; by default 1, with its threads."
-    )
-    parser.add_argument(
-        "--gpus", type=NON_NEGATIVE_INT, help="GPUs per run on a cluster, one process for each; by default 0."
-    )
-    parser.add_argument(
+    ),
+    option("--cores", type=POSITIVE_INT, help="CPU cores per run on a cluster; by default 1, with its threads."),
+    option("--gpus", type=NON_NEGATIVE_INT, help="GPUs per run on a cluster, one process for each; by default 0."),
+    option(
         "--slurm",
         nargs="+",
         metavar="KEY=VALUE",
         default=[],
         help="Parameters of submitit for --on slurm, such as partition=gpu time=120.",
-    )
-    parser.add_argument(
-        "--dry_run", "--dry-run", action="store_true", help="Show the runs and their state; train nothing."
-    )
-    parser.add_argument(
-        "--export", metavar="FOLDER", help="Write one configuration file per run into this folder; train nothing."
-    )
-    return parser
-
-
+    ),
+    option("--dry_run", "--dry-run", action="store_true", help="Show the runs and their state; train nothing."),
+    option("--export", metavar="FOLDER", help="Write one configuration file per run into this folder; train nothing."),
+)
 def sweep(options: Options) -> None:
     """Run `tokencredit sweep`."""
     options.refuse_empty("export")

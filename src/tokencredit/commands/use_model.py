@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from tokencredit.commands.command_line import Given, Options, Parser, new_command
+from tokencredit.commands.command_line import Given, Options, command, option, positional
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import check_new_file
 from tokencredit.runs.untrusted import accept_any_bytes, visible, visible_lines
@@ -20,13 +20,12 @@ SOURCE = "MODEL, the folder of a run or a model, or a hub id"
 """The model that a command reads, in words."""
 
 
-def model_parser(description: str, kind: Any) -> Parser:
-    """The parser of a command that samples from a model, with the options of `kind`."""
-    parser = new_command(description, kind=kind)
-    parser.positional("model", SOURCE, help="Folder of a run, a model or an adapter, or a hub id.")
-    parser.add_argument("--base", action="store_true", help="Take the model that the run started from.")
-    parser.add_argument("--best", action="store_true", help="Take the policy with the best evaluation, not the last.")
-    return parser
+MODEL = (
+    positional("model", SOURCE, help="Folder of a run, a model or an adapter, or a hub id."),
+    option("--base", action="store_true", help="Take the model that the run started from."),
+    option("--best", action="store_true", help="Take the policy with the best evaluation, not the last."),
+)
+"""Arguments of the commands that sample from a model."""
 
 
 def which_of(options: Options) -> str:
@@ -44,19 +43,18 @@ def source_of(options: Options, which: str) -> ModelSource:
     return source
 
 
-def generate_parser() -> Parser:
-    """The parser of `tokencredit generate`."""
-    parser = model_parser("Sample completions from a trained policy, or any model.", GenerateOptions)
-    parser.add_argument("-n", dest="n", action=Given, metavar="N", help="The same as --n.")
-    parser.add_argument(
+@command(
+    "Sample completions from a trained policy, or any model.",
+    *MODEL,
+    option("-n", dest="n", action=Given, metavar="N", help="The same as --n."),
+    option(
         "--prompt",
         help="Text to continue, a conversation as JSON, or - for one of them per line of standard input; by default "
         "the run's prompts in turn, or episodes.",
-    )
-    parser.add_argument("--ids", action="store_true", help="Print token ids, a JSON list per completion.")
-    return parser
-
-
+    ),
+    option("--ids", action="store_true", help="Print token ids, a JSON list per completion."),
+    kind=GenerateOptions,
+)
 def generate(options: Options) -> None:
     """Run `tokencredit generate`."""
     settings = build(GenerateOptions, options.settings)
@@ -110,16 +108,13 @@ def asked_for(prompt: str) -> list[Any]:
     return prompts
 
 
-def chat_parser() -> Parser:
-    """The parser of `tokencredit chat`."""
-    parser = model_parser("Send the same messages to models, side by side.", SamplingOptions)
-    parser.add_argument(
-        "--beside", nargs="+", default=[], metavar="MODEL", help="Further models: runs, folders or hub ids."
-    )
-    parser.add_argument("--message", help="Answer this one message; by default those of standard input.")
-    return parser
-
-
+@command(
+    "Send the same messages to models, side by side.",
+    *MODEL,
+    option("--beside", nargs="+", default=[], metavar="MODEL", help="Further models: runs, folders or hub ids."),
+    option("--message", help="Answer this one message; by default those of standard input."),
+    kind=SamplingOptions,
+)
 def chat(options: Options) -> None:
     """Run `tokencredit chat`."""
     if options.message is not None and not options.message.strip():
@@ -143,13 +138,12 @@ def chat(options: Options) -> None:
         chats.chat(speakers, chats.typed(), console, lambda reason: print(visible(reason), file=sys.stderr))
 
 
-def evaluate_parser() -> Parser:
-    """The parser of `tokencredit evaluate`."""
-    parser = model_parser("Evaluate a trained policy, or any model, by any reward.", EvaluateOptions)
-    parser.add_argument("--out", metavar="FILE", help="New JSON file for the metrics and the settings.")
-    return parser
-
-
+@command(
+    "Evaluate a trained policy, or any model, by any reward.",
+    *MODEL,
+    option("--out", metavar="FILE", help="New JSON file for the metrics and the settings."),
+    kind=EvaluateOptions,
+)
 def evaluate(options: Options) -> None:
     """Run `tokencredit evaluate`."""
     settings = build(EvaluateOptions, options.settings)
@@ -166,24 +160,20 @@ def evaluate(options: Options) -> None:
         write_metrics(out, source, which, reference, metrics)
 
 
-def check_template_parser() -> Parser:
-    """The parser of `tokencredit check-template`."""
-    parser = new_command(
-        "Compare the tokens of episodes with one rendering of a model's chat template.", runs_code=False
-    )
-    parser.positional(
+@command(
+    "Compare the tokens of episodes with one rendering of a model's chat template.",
+    positional(
         "model",
         SOURCE,
         help="Folder of a model or a run, or a hub id; no weights are loaded.",
-    )
-    parser.add_argument(
+    ),
+    option(
         "--chat_template_kwargs",
         metavar="JSON",
         help='Keyword arguments of the chat template, such as {"enable_thinking": false}; by default the run\'s.',
-    )
-    return parser
-
-
+    ),
+    runs_code=False,
+)
 def check_template(options: Options) -> None:
     """Run `tokencredit check-template`."""
     config = read_source(options.model).config

@@ -102,7 +102,7 @@ class Evidence:
 
     def in_audits(self, name: str, bad: Callable[[float], bool]) -> bool:
         """True if there are audits, and in all of the last ones the metric is bad."""
-        numbers = [row.get(name) for row in self.audits]
+        numbers: list[Any] = [row.get(name) for row in self.audits]
         return bool(numbers) and all(is_number(x) and bad(x) for x in numbers)
 
     def audited(self, name: str) -> str:

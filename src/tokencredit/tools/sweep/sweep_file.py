@@ -71,9 +71,8 @@ class SweepRun:
         stopped_by = str(summary.get("stopped_by"))
         # A run interrupted in its last iteration has nothing left to do; one that learned nothing cannot be resumed.
         done = summary.get("iterations", 0) >= self.config.run.iterations
-        if (
-            isinstance(self.config, OfflineSettings) and self.config.data.epochs
-        ):  # the data set decides how many iterations they are
+        # Of epochs, the data set decides how many iterations they are.
+        if isinstance(self.config, OfflineSettings) and self.config.data.epochs:
             done = stopped_by == "iterations"
         if done or stopped_by.startswith("stop."):  # a rule under `stop` ended it
             return "to begin" if stopped_by == TooManyBadSteps.stopped_by else "finished"
@@ -129,7 +128,7 @@ def expand(sweep: Mapping[str, Any], no_code: bool = False) -> list[SweepRun]:
                 raise ConfigError("seed is set by the sweep; use its key seeds instead")
             if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:
                 raise ConfigError("run.dir is set by the sweep; use its key dir instead")
-            config = run_kind.config.from_dict(settings)
+            config: Any = run_kind.config.from_dict(settings)
             refuse_foreign_code(config, no_code)
             refuse_unused(config, rows=())  # a command has no rows from Python
         except ConfigError as error:
