@@ -37,7 +37,7 @@ from tokencredit.learn.state import nbytes
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
 from tokencredit.provenance.parts import describe, label
 from tokencredit.report.page import LARGEST, write_final_report
-from tokencredit.runs.loop import Iteration, State, run
+from tokencredit.runs.loop import Iteration, State, Trainer, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import AgentConfig, ControlConfig
@@ -51,7 +51,7 @@ EVALUATION_SEED = 10_000
 """Added to the run's seed, so that evaluation episodes differ from training episodes."""
 
 
-class ControlTrainer:
+class ControlTrainer(Trainer):
     """Trains an agent in an environment; `ControlTrainer().train()` is what `tokencredit control` does."""
 
     def __init__(self, args: ControlConfig | None = None):
@@ -83,11 +83,8 @@ class ControlTrainer:
             self.rng = torch_state()
         self.reduce = several.sum if several else None
         self.stopping = EarlyStopping(reward=args.stop.reward, patience=args.stop.patience)
-        self.notes: Sequence[str] = ()
         self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
         self.steps = 0
-        self.progress: Iteration | None = None
-        """Metrics of the iteration, and no samples, once its update is complete."""
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
         """Run all iterations, write the run's folder, and return the summary; see docs/resuming.md.
@@ -209,17 +206,10 @@ class ControlTrainer:
         shared = self.learner.state() | {"episodes": list(self.episodes), "steps": self.steps}
         return shared, {"collector": self.collector.state(), "random": random_state()}
 
-    def sharded_tensors(self) -> dict[str, Tensor]:
-        """None: agents are not sharded."""
-        return {}
-
-    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the Trainer protocol)
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (of `Trainer`)
         """Restore the result of `state`; returns events to record. Raises `ConfigError` for another agent's state."""
         own, everyone = state["process"], state["all_processes"]
-        try:
-            self.learner.load(state)
-        except ValueError as error:
-            raise ConfigError(f"the checkpoint does not fit this agent: {error}") from error
+        self.learner.load(state)
         lost = self.collector.load(own["collector"], everyone and [part["collector"] for part in everyone])
         self.episodes.extend((score, length) for score, length in state["episodes"])
         self.steps = state["steps"]
@@ -228,14 +218,6 @@ class ControlTrainer:
             return ()
         copies, why = ", ".join(map(str, lost)), "seed and actions do not determine their course"
         return [f"environments {copies} could not be restored ({why}); they start a new episode"]
-
-    def learned(self) -> Iteration | None:
-        """The metrics of an iteration that failed after its update, in an evaluation or audit; None otherwise."""
-        return self.progress
-
-    def rewind(self) -> bool:
-        """Return false: environments cannot rewind to the start of an iteration."""
-        return False
 
     def finish(self, stopped_by: str) -> Summary:
         """Write the agent, summary, audit and report at the end of a run; returns the summary."""

@@ -21,7 +21,7 @@ from tokencredit.learn.minibatches import micro_batches, minibatches
 from tokencredit.learn.objective import MicroBatchLoss, Objective, Passes
 from tokencredit.learn.optim import clip_gradients, set_rates
 from tokencredit.learn.rng import from_hex, to_hex
-from tokencredit.learn.state import load_optimizer_state, load_trained_weights, optimizer_state, trained_weights
+from tokencredit.learn.state import load_training_state, training_state
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import (
     NonFiniteUpdate,
@@ -200,16 +200,11 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Training state, the same in all processes."""
-        return {
-            "weights": trained_weights(self.model),
-            "optimizer": optimizer_state(self.optimizer, self.model),
-            "shuffling": to_hex(self.generator.get_state()),
-        }
+        return training_state(self.model, self.optimizer) | {"shuffling": to_hex(self.generator.get_state())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`; `ValueError` if the weights or moments do not fit this model."""
-        load_trained_weights(self.model, state["weights"])
-        load_optimizer_state(self.optimizer, self.model, state["optimizer"])
+        """Restore the result of `state`; `ConfigError` if the weights or moments do not fit this model."""
+        load_training_state(self.model, self.optimizer, state)
         self.generator.set_state(from_hex(state["shuffling"]))
 
     def _minibatches(self, experience: Experience) -> Iterator[Experience]:

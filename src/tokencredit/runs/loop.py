@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -33,29 +34,34 @@ AUDIT_ROWS = (8, 64)
 """Fewest and most completions or episodes of an audit at the end; figures of fewer say nothing."""
 
 
-class Trainer(Protocol):
-    """Interface of a trainer."""
+class Trainer(ABC):
+    """What the run loop needs of a trainer."""
 
     args: Any
     record: RunRecord
     stopping: EarlyStopping
+    notes: Sequence[str] = ()
+    """Events to log when a run starts."""
+    progress: Iteration | None = None
+    """Metrics and samples so far of the iteration, once its update is complete."""
 
-    @property
-    def notes(self) -> Sequence[str]:
-        """Events to log when a run starts."""
-
+    @abstractmethod
     def overview(self) -> Iterable[tuple[str, str]]:
         """What the run trains, and where: pairs of a label and a text."""
 
+    @abstractmethod
     def iteration(self, number: int) -> Iteration:
         """Run one iteration; returns its metrics and samples."""
 
+    @abstractmethod
     def state(self) -> tuple[State, State]:
         """State of the next iteration's inputs: shared by all processes, and this process's own."""
 
     def sharded_tensors(self) -> Mapping[str, Tensor]:
         """The sharded parameters, by name; the state has tensors of these names."""
+        return {}
 
+    @abstractmethod
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
         """Restore `state`, from `resuming.for_trainer`; `changed` are keys with new settings.
 
@@ -64,10 +70,13 @@ class Trainer(Protocol):
 
     def learned(self) -> Iteration | None:
         """Metrics and samples so far of the failed iteration if its update was complete, else None."""
+        return self.progress
 
     def rewind(self) -> bool:
         """Restore the start of the failed iteration if nothing was learned in it; returns true on success."""
+        return False
 
+    @abstractmethod
     def finish(self, stopped_by: str) -> Summary:
         """Write the run's final files; returns its summary."""
 

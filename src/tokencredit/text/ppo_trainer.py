@@ -25,7 +25,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, sharded_parameters, trainable
 from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.folder import read_choices
-from tokencredit.runs.loop import Iteration, State, run
+from tokencredit.runs.loop import Iteration, State, Trainer, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
 
-class PPOTrainer(LoopByHand):
+class PPOTrainer(LoopByHand, Trainer):
     """Trains a causal language model with PPO from a reward on its texts.
 
     `PPOTrainer().train()` is what `tokencredit train` does; `sample` and `learn` are the same by hand. Arguments have
@@ -273,7 +273,7 @@ class PPOTrainer(LoopByHand):
 
     def learned(self) -> Iteration | None:
         """Metrics and samples so far of an iteration that failed after its update; None if it failed before."""
-        if self.updated is None:
+        if self.updated is None or self.progress is None:
             return None
         metrics, samples = self.progress
         metrics = {name: x for name, x in (metrics | self.updated).items() if isinstance(x, Real)}  # a callback's too
@@ -364,10 +364,7 @@ class PPOTrainer(LoopByHand):
         Refuses another model or tokenizer than those that the run began with.
         """
         check_origin(state["origin"], self.origin, self.args.model.name)
-        try:
-            self.learner.load(state)
-        except ValueError as error:
-            raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
+        self.learner.load(state)
         for parts, groups in ((("kl",), "kl."), (("prefixes", "lam_choice"), ("reward", "score."))):
             for part in parts if any(key.startswith(groups) for key in changed) else ():
                 del state["credit"][part]

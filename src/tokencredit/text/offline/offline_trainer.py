@@ -19,20 +19,12 @@ from tokencredit.errors import ConfigError, OutOfMemory
 from tokencredit.learn import rng
 from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.optim import build_optimizer, clip_gradients, hidden_matrices, schedule, set_rates
-from tokencredit.learn.state import (
-    load_optimizer_state,
-    load_trained_weights,
-    nbytes,
-    optimizer_state,
-    sharded_parameters,
-    trainable,
-    trained_weights,
-)
+from tokencredit.learn.state import load_training_state, nbytes, sharded_parameters, trainable, training_state
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import drop_gradients
 from tokencredit.provenance.parts import describe, label
 from tokencredit.report.page import LARGEST, write_final_report
-from tokencredit.runs.loop import Iteration, State, run
+from tokencredit.runs.loop import Iteration, State, Trainer, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.offline import DPOConfig, OfflineSettings
@@ -48,7 +40,7 @@ if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
 
-class OfflineTrainer:
+class OfflineTrainer(Trainer):
     """Trains a model on a data set: supervised fine-tuning, a reward model, or DPO, by the kind of configuration."""
 
     def __init__(self, args: OfflineSettings, train_dataset: Rows | None = None, eval_dataset: Rows | None = None):
@@ -98,8 +90,6 @@ class OfflineTrainer:
         self.stopping = EarlyStopping()
         self.drawn = 0
         """Rows read so far, over all processes; the position in the data."""
-        self.progress: Iteration | None = None
-        """Metrics of the iteration, and no samples, once its step is taken."""
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
         """Run all iterations, write the run's folder, and return its summary; raises as `PPOTrainer.train`."""
@@ -218,19 +208,14 @@ class OfflineTrainer:
 
     def state(self) -> tuple[State, State]:
         """Resumable state: the part that all processes share, and this process's own."""
-        shared = {
-            "origin": self.origin,
-            "drawn": self.drawn,
-            "weights": trained_weights(self.model.lm),
-            "optimizer": optimizer_state(self.optimizer, self.model.lm),
-        }
+        shared = {"origin": self.origin, "drawn": self.drawn} | training_state(self.model.lm, self.optimizer)
         return shared, {"random": rng.random_state()}
 
     def sharded_tensors(self) -> dict[str, Tensor]:
         """The sharded parameters, by name."""
         return sharded_parameters(self.model.lm)
 
-    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (the run loop's protocol)
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (of `Trainer`)
         """Restore the result of `state`, its second part under `process`; refuses another model, tokenizer or data."""
         check_origin(state["origin"], self.origin, self.args.model.name)
         if state["origin"]["data"] != self.origin["data"]:
@@ -238,22 +223,10 @@ class OfflineTrainer:
                 "the rows to train on, or those held out, are not those that this run began with; restore the data set "
                 "and the settings under data, or begin a new run with the trained model as model.name"
             )
-        try:
-            load_trained_weights(self.model.lm, state["weights"])
-            load_optimizer_state(self.optimizer, self.model.lm, state["optimizer"])
-        except ValueError as error:
-            raise ConfigError(f"the checkpoint does not fit this model: {error}") from error
+        load_training_state(self.model.lm, self.optimizer, state)
         self.drawn = state["drawn"]
         rng.set_random_state(state["process"]["random"])
         return ()
-
-    def learned(self) -> Iteration | None:
-        """The metrics of an iteration that failed after its step, in an evaluation; None otherwise."""
-        return self.progress
-
-    def rewind(self) -> bool:
-        """False: a step that failed may have drawn random numbers."""
-        return False
 
     def finish(self, stopped_by: str) -> Summary:
         """Write the model, the summary and the report, and return the summary."""
