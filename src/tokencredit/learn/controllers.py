@@ -5,27 +5,55 @@ import math
 import torch
 from torch import Tensor
 
-from tokencredit.core.argument_checks import require_fraction, require_not_negative, require_positive
+from tokencredit.core.argument_checks import require_not_negative, require_positive
 from tokencredit.core.masked import Reduce, moments
 
 ERROR_CLIP = 0.2
 """c, the clip of the relative error of the KL."""
 
 
-class FixedKL:
-    """A constant KL coefficient.
+class KLController:
+    """The KL coefficient: constant or, with a target, one that grows while the KL is above it and shrinks while below.
+
+    After n sequences with a mean KL: e = clip(KL / target − 1, −c, c), and coef ← coef · (1 + e · n / horizon), clamped
+    to bounds. Ziegler et al. 2019 (arXiv 1909.08593), section 2.2, where c = 0.2 and n / horizon = 0.1.
 
     Attributes:
         coef: β, reward per nat.
     """
 
-    def __init__(self, coef: float) -> None:
-        """Set the coefficient, at least 0."""
+    def __init__(
+        self,
+        coef: float,
+        *,
+        target: float | None = None,
+        horizon: float = 10_000.0,
+        bounds: tuple[float, float] = (1e-5, 10.0),
+    ) -> None:
+        """Start from `coef`, at least 0 and, with a target, within the bounds; `ValueError` for one out of its range.
+
+        `target` is a KL in nats per sequence, above 0; at the largest error, coef changes by about e^±c over one
+        `horizon` of sequences. The lower bound is above 0, since no factor changes a 0.
+        """
         require_not_negative("kl_coef", coef)
-        self.coef = coef
+        if target is not None:
+            require_positive("kl target", target)
+            require_positive("kl horizon", horizon)
+            low, high = bounds
+            require_positive("the lower of bounds", low)
+            if not low <= coef <= high:
+                raise ValueError(f"kl_coef is {coef}; it must lie within its bounds, {low} to {high}")
+        self.coef, self.target, self.horizon, self.bounds = coef, target, horizon, bounds
 
     def update(self, kl: float, sequences: int) -> None:
-        """Do nothing."""
+        """Follow the mean KL, nats per sequence, of new sequences; with a target `ValueError` if it is not finite."""
+        if self.target is None:
+            return
+        if not math.isfinite(kl):
+            raise ValueError(f"kl is {kl}; it must be finite")
+        error = min(max(kl / self.target - 1, -ERROR_CLIP), ERROR_CLIP)
+        low, high = self.bounds
+        self.coef = min(max(self.coef * (1 + error * sequences / self.horizon), low), high)
 
     def state_dict(self) -> dict[str, float]:
         """The state, for `load_state_dict`."""
@@ -36,53 +64,19 @@ class FixedKL:
         self.coef = state["coef"]
 
 
-class AdaptiveKL(FixedKL):
-    """A KL coefficient that grows while the KL is above its target, and shrinks while it is below.
-
-    After n sequences with a mean KL: e = clip(KL / target − 1, −c, c), and coef ← coef · (1 + e · n / horizon), clamped
-    to bounds. Ziegler et al. 2019 (arXiv 1909.08593), section 2.2, where c = 0.2 and n / horizon = 0.1.
-    """
-
-    def __init__(
-        self, coef: float, *, target: float, horizon: float, bounds: tuple[float, float] = (1e-5, 10.0)
-    ) -> None:
-        """Start from `coef`, within the bounds; `ValueError` for a number out of its range.
-
-        `target` is a KL in nats per sequence, above 0; at the largest error, coef changes by about e^±c over one
-        `horizon` of sequences. The lower bound is above 0, since no factor changes a 0.
-        """
-        require_positive("kl target", target)
-        require_positive("kl horizon", horizon)
-        low, high = bounds
-        require_positive("the lower of bounds", low)
-        if not low <= coef <= high:
-            raise ValueError(f"kl_coef is {coef}; it must lie within its bounds, {low} to {high}")
-        self.coef, self.target, self.horizon, self.bounds = coef, target, horizon, bounds
-
-    def update(self, kl: float, sequences: int) -> None:
-        """Follow the mean KL, nats per sequence, of new sequences; `ValueError` if it is not finite."""
-        if not math.isfinite(kl):
-            raise ValueError(f"kl is {kl}; it must be finite")
-        error = min(max(kl / self.target - 1, -ERROR_CLIP), ERROR_CLIP)
-        low, high = self.bounds
-        self.coef = min(max(self.coef * (1 + error * sequences / self.horizon), low), high)
-
-
 class RunningMoments:
     """Running mean and standard deviation of batches of numbers, such as scores.
 
     Batches are merged by their counts, means and sums of squares about the mean (Chan, Golub and LeVeque 1983, the
-    updating formula). With a decay below 1, earlier batches lose weight with each new one.
+    updating formula).
 
     Attributes:
-        count: effective number of samples, after decay.
+        count: number of samples.
         mean: their mean; 0 before the first.
     """
 
-    def __init__(self, decay: float = 1.0) -> None:
-        """Start empty; `decay`, in [0, 1], is the factor on the weight of earlier batches at each update."""
-        require_fraction("decay", decay)
-        self.decay = decay
+    def __init__(self) -> None:
+        """Start empty."""
         self.count = self.mean = self._squares = 0.0
 
     @property
@@ -96,10 +90,10 @@ class RunningMoments:
         count, mean, variance = torch.stack(moments(x.detach(), every, reduce)).tolist()
         if not math.isfinite(mean + variance):
             raise ValueError("x holds NaN or an infinity; it must be finite")
-        old_count, difference = self.decay * self.count, mean - self.mean
+        old_count, difference = self.count, mean - self.mean
         self.count = old_count + count
         self.mean += difference * count / self.count
-        self._squares = self.decay * self._squares + variance * count + difference**2 * old_count * count / self.count
+        self._squares += variance * count + difference**2 * old_count * count / self.count
 
     def state_dict(self) -> dict[str, float]:
         """The state, for `load_state_dict`."""

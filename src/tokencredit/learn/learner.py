@@ -72,8 +72,7 @@ class Learner:
 
     def set_rates(self, iteration: int) -> dict[str, float]:
         """Set the learning rates of an iteration, counted from 1; returns them by metric name."""
-        set_rates(self.optimizer, self.schedule(iteration - 1))
-        return {group.get("metric", "lr"): group["lr"] for group in self.optimizer.param_groups}
+        return set_rates(self.optimizer, self.schedule(iteration - 1))
 
     def update(
         self,

@@ -113,14 +113,14 @@ class MuonAdamW(torch.optim.Optimizer):
             part.state = self.state
 
 
-def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> list[float]:
-    """Scale each group's initial learning rate by a factor; returns the rates.
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> dict[str, float]:
+    """Scale each group's initial learning rate by a factor; returns the rates by the groups' `metric`, default `lr`.
 
     PyTorch's LambdaLR does the same, but adds state that a run does not need, since it knows its iteration.
     """
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
-    return [group["lr"] for group in optimizer.param_groups]
+    return {group.get("metric", "lr"): group["lr"] for group in optimizer.param_groups}
 
 
 def hidden_matrices(model: nn.Module, exclude: Iterable[Tensor] = ()) -> list[nn.Parameter]:

@@ -18,11 +18,11 @@ from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten, whi
 from tokencredit.core.off_policy import correction
 from tokencredit.core.rewards import kl_of_next, overlong_penalty, token_rewards
 from tokencredit.errors import RunStopped
-from tokencredit.learn.controllers import AdaptiveKL, FixedKL, RunningMoments
+from tokencredit.learn.controllers import KLController, RunningMoments
 from tokencredit.learn.experience import Experience
 from tokencredit.settings.parts import is_own
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import ADAPTED, AdvantageConfig, KLConfig
+from tokencredit.settings.training import ADAPTED, AdvantageConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.lam_choice import LamChoice
 from tokencredit.text.data.prefixes import PrefixFit
@@ -51,7 +51,7 @@ class Credit:
     def __init__(self, args: PPOConfig, reduce: Reduce, first: int = 0):
         """Start with empty running moments; `first` is the number of this process's first row in the whole batch."""
         self.args, self.reduce, self.first = args, reduce, first
-        self.kl = build_kl(args.kl)
+        self.kl = KLController(args.kl.coef, target=args.kl.target, horizon=args.kl.horizon, bounds=ADAPTED)
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
         self.lam_choice = LamChoice()
@@ -389,10 +389,3 @@ class Credit:
         # A smaller deviation is noise; dividing by it would blow up scores that are all equal.
         deviation = self.scores.deviation if self.scores.deviation > NOISE else 1.0
         return ScoreScale(self.scores.mean if args.shift_mean else 0.0, deviation)
-
-
-def build_kl(args: KLConfig) -> FixedKL | AdaptiveKL:
-    """Build the controller of the KL coefficient."""
-    if args.target is None:
-        return FixedKL(args.coef)
-    return AdaptiveKL(args.coef, target=args.target, horizon=args.horizon, bounds=ADAPTED)

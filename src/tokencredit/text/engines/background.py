@@ -18,12 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import RunStopped
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.text.engines.continuous import manager_of, pages_of, quiet, spared, take
+from tokencredit.text.engines.continuous import manager_of, pages_of, spared, take
 from tokencredit.text.engines.engine import Engine
 from tokencredit.text.engines.probe import require_same_logprobs
 from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Progress, Request, Sampler
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.model_loading import errors_alone
 
 POLL_SECONDS = 0.005
 """Seconds between looks at new tokens."""
@@ -148,7 +149,7 @@ class BackgroundSampler(Sampler):
         if self.closed.is_set():
             return
         self.closed.set()
-        with self.lock, quiet(), spared():  # no request may start another manager meanwhile
+        with self.lock, errors_alone(), spared():  # no request may start another manager meanwhile
             self._fail("its thread has ended: it was closed")
             self.manager.stop(hard_stop=True)
             self.manager.destroy()
@@ -172,7 +173,7 @@ class BackgroundSampler(Sampler):
         with self._paused():
             self._take_results()
         self.room[0] = request
-        with quiet(), spared():
+        with errors_alone(), spared():
             self.manager.stop(hard_stop=True)
             self.manager.destroy()
             self.manager = manager_of(self.lm, self.room, self.settings, shares_prefixes=False)

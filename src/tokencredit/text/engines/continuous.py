@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
 from tokencredit.text.models.actor_critic import ActorCritic
+from tokencredit.text.models.model_loading import errors_alone
 
 PAGE = 32
 """Tokens per page of the cache."""
@@ -48,7 +47,7 @@ class ContinuousSampler(Sampler):
             return
         ends = list(self.end_ids) if settings.stop_at_eos else []
         results = {str(number): Progress(request, settings, self.tokenizer) for number, request in enumerate(requests)}
-        with quiet(), spared(), self._manager(requests, settings) as manager:
+        with errors_alone(), spared(), self._manager(requests, settings) as manager:
             for number, request in enumerate(requests):
                 manager.add_request(
                     request.tokens,
@@ -179,14 +178,3 @@ def spared() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Only errors of Transformers' log."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)

@@ -272,7 +272,7 @@ def load_model(
         ConfigError: it cannot be loaded, or has no weights for some layer, as a classifier has none to predict tokens.
     """
     model: PreTrainedModel
-    with as_config_error(f"a language model from {name!r}"), without_load_report():
+    with as_config_error(f"a language model from {name!r}"), errors_alone():
         options = {} if sharding is None else sharding.options(kind, folder, args, trunk=trunk)
         options |= quantisation(kind, name, args, PretrainedConfig.get_config_dict(folder)[0])
         model, loaded = read_weights(kind, folder, torch.float32, args.trust_remote_code, **options)
@@ -329,8 +329,8 @@ def listed(keys: Iterable[str]) -> str:
 
 
 @contextmanager
-def without_load_report() -> Iterator[None]:
-    """A context without Transformers' report on missing, unused and unfit weights, whose caller says what matters."""
+def errors_alone() -> Iterator[None]:
+    """A context with only errors of Transformers' log: callers say what matters, as of missing or unused weights."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -26,12 +26,12 @@ from tokencredit.text.models.model_loading import (
     as_config_error,
     bars_on_terminals,
     check_vocabulary,
+    errors_alone,
     fingerprint,
     fuse_gelu,
     load_language_model,
     load_tokenizer,
     resolve,
-    without_load_report,
 )
 from tokencredit.text.models.peft_models import attached, check_adapted, merge, saved_config
 from tokencredit.text.models.precision import in_float32, quantisation
@@ -95,7 +95,7 @@ def load_reward_model(args: RewardModelConfig) -> Model:
             f"model.quantization is {settings.quantization}, and {settings.name!r} is an adapter, which is merged into "
             "dense weights; leave it out"
         )
-    with without_load_report(), as_config_error(f"a model with a score head from {settings.name!r}"):
+    with errors_alone(), as_config_error(f"a model with a score head from {settings.name!r}"):
         if adapted:
             lm, tokenizer = load_language_model(settings, tokenizer)
             config = deepcopy(lm.config)

@@ -122,7 +122,7 @@ class OfflineTrainer(Trainer):
         """Take one optimizer step; returns the iteration's metrics, and no samples."""
         started, self.progress = time.perf_counter(), None
         rates = set_rates(self.optimizer, self.schedule(number - 1))
-        metrics = {"iteration": number} | self._step(number, self._next_batch()) | {"lr": rates[0]}
+        metrics = {"iteration": number} | self._step(number, self._next_batch()) | rates
         metrics["tokens_per_second"] = metrics["tokens"] / (time.perf_counter() - started)
         metrics["seconds"] = time.perf_counter() - started
         self.progress = metrics, []

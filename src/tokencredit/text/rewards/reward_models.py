@@ -21,11 +21,11 @@ from tokencredit.text.models.model_loading import (
     as_config_error,
     base_model,
     check_shapes,
+    errors_alone,
     fuse_gelu,
     load_tokenizer,
     read_tokenizer,
     resolve,
-    without_load_report,
 )
 from tokencredit.text.models.peft_models import ADAPTER_WEIGHTS, attached, load_adapter, peft_errors
 from tokencredit.text.models.precision import dequantise, quantised_layers
@@ -268,7 +268,7 @@ def load(
     """
     folder = resolve(name, "sentiment")
     below = base_model(name, folder)
-    with as_config_error(f"a classifier from {name!r}"), without_load_report():
+    with as_config_error(f"a classifier from {name!r}"), errors_alone():
         kind, number = AutoModelForSequenceClassification, getattr(torch, dtype)
         if below is None:
             model, loaded = read_weights(kind, folder, number, code=False)
