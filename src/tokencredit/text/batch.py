@@ -47,7 +47,7 @@ EMPTY = torch.empty(0)
 
 @dataclass(frozen=True)
 class Batch:
-    """Completions of prompts. `Pipeline.sample` makes a batch; `Pipeline.score` and `Credit.give` each fill their part.
+    """Completions of prompts. `Pipeline.sample` makes a batch; `Pipeline.scored` and `Credit.give` each fill a part.
 
     Tensors are `[batch, time]` unless said otherwise.
     """
@@ -62,7 +62,7 @@ class Batch:
     updates: int = 0
     """In a loop by hand: updates of the policy before these completions were drawn."""
 
-    # Filled by `Pipeline.score`.
+    # Filled by `Pipeline.scored`.
     reference: ReferenceOutputs = ReferenceOutputs()  # noqa: RUF009  (immutable)
     bootstrap: Tensor | None = None
     """`[batch]`, the critic's value of the state after truncated completions, 0 elsewhere; None without a bootstrap."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import RunStopped
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.data import PromptsConfig
@@ -26,7 +25,7 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import share_of_rows
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.run_models import Models, load_source, with_reference
-from tokencredit.text.pipeline import Pipeline, UnusableBatch
+from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.ppo_setup import (
     build_pipeline,
     check_evaluation_size,
@@ -112,10 +111,7 @@ def evaluate_source(
         prompts = evaluation_tasks(config)
     for line in filter(None, [*models.notes, *pipeline.engine.notes, prompts.dropped()]):
         print(visible(line))
-    try:
-        metrics = evaluate(pipeline, prompts, config)
-    except UnusableBatch as error:
-        raise RunStopped(str(error)) from error
+    metrics = evaluate(pipeline, prompts, config)
     print(sizes(config.eval, prompts))
     for name, value in ((metric.removeprefix("eval/"), value) for metric, value in metrics.items()):
         print(f"{visible(name):<24} {value:<10.4g}{MEANINGS.get(name, '')}".rstrip())

@@ -60,7 +60,7 @@ MEMORY_ADVICE = {
 """Advice shown when a stage runs out of memory."""
 
 
-class UnusableBatch(Exception):
+class UnusableBatch(RunStopped):
     """A batch with a non-finite log-prob, value, KL or reward."""
 
     def __init__(self, reason: str, rollout: Rollout, texts: list[str], *, diverged: bool = False):
@@ -140,7 +140,6 @@ class Pipeline:
         *,
         values: bool = False,
         bootstrap: bool = False,
-        stage: Stage = no_stage,
     ) -> Batch:
         """Sample a completion for each row of prompts and score it.
 
@@ -151,30 +150,17 @@ class Pipeline:
             per_prompt: number of consecutive rows with the same prompt.
             values: compute the critic's values if the engine has not.
             bootstrap: also compute the values of the states after truncated completions.
-            stage: wraps the stages.
 
         Raises:
             UnusableBatch: a log-probability, value or reward is not finite, in any process.
             RewardError: a reward could not be computed.
         """
         draw = partial(self.sample, prompts, settings, uniforms, per_prompt)
-        return self.complete(draw, settings, values=values, bootstrap=bootstrap, stage=stage)
-
-    def complete(
-        self,
-        draw: Draw,
-        settings: SamplingConfig,
-        *,
-        values: bool = False,
-        bootstrap: bool = False,
-        stage: Stage = no_stage,
-    ) -> Batch:
-        """Draw the next batch and score it; all else is as in `collect`."""
-        batch = self.drawn(draw, settings, values=values, stage=stage)
-        return self.scored(batch, settings, values=values, bootstrap=bootstrap, stage=stage)
+        batch = self.drawn(draw, settings, values=values)
+        return self.scored(batch, settings, values=values, bootstrap=bootstrap)
 
     def drawn(self, draw: Draw, settings: SamplingConfig, *, values: bool = False, stage: Stage = no_stage) -> Batch:
-        """The next batch, with values and entropies if they are read; arguments as in `complete`."""
+        """The next batch, with values and entropies if they are read, in a stage; all else is as in `collect`."""
         with stage("rollout") as results:
             # An engine that was lost is started again before anything is asked of it.
             self.engine.recover()
@@ -205,8 +191,17 @@ class Pipeline:
         bootstrap: bool = False,
         stage: Stage = no_stage,
     ) -> Batch:
-        """Score a batch and, for values, the prefixes of its completions; arguments and errors as in `collect`."""
-        scored = self.score(batch, settings, bootstrap=bootstrap, stage=stage)
+        """The batch with reference log-probs, KL, scores and, for values, scores of the prefixes of its completions.
+
+        Arguments and errors are those of `collect`. Later episodes may then use the environments of these.
+        """
+        over = not batch.pending  # after an error nobody waits for these calls, which may use the environments
+        try:
+            scored = self._scored(batch, settings, bootstrap, stage)
+            over = True
+        finally:
+            if over and batch.episodes is not None and self.player is not None:
+                self.player.environments.release(transcript.episode for transcript in batch.episodes)
         if not (values and self.prefix_every and scoring(self.terms)):
             return scored
         every = self.prefix_every
@@ -217,22 +212,6 @@ class Pipeline:
                 "of a prefix ",
             )
         return replace(scored, prefixes=prefixes)
-
-    def score(
-        self, batch: Batch, settings: SamplingConfig, *, bootstrap: bool = False, stage: Stage = no_stage
-    ) -> Batch:
-        """Compute reference log-probs, KL and scores of completions; arguments and errors as in `collect`.
-
-        Later episodes may then use the environments of these.
-        """
-        over = not batch.pending  # after an error nobody waits for these calls, which may use the environments
-        try:
-            scored = self._scored(batch, settings, bootstrap, stage)
-            over = True
-            return scored
-        finally:
-            if over and batch.episodes is not None and self.player is not None:
-                self.player.environments.release(transcript.episode for transcript in batch.episodes)
 
     def _scored(self, batch: Batch, settings: SamplingConfig, bootstrap: bool, stage: Stage) -> Batch:
         rollout, episodes, after = batch.rollout, batch.episodes, None
@@ -274,24 +253,20 @@ class Pipeline:
 
     def start_rewards(self, batch: Batch) -> Batch:
         """Start the calls of reward terms that run in threads of their own and need no reference model."""
-        known, lengths = self._columns(batch, None), batch.rollout.mask.sum(1).tolist()
-        questions, answers = batch.prompts.questions(), batch.answers()
         awaited, finite = self.reference is not None, self.finite
-        pending = start_calls(self.terms, questions, answers, known, lengths, finite=finite, reference=awaited)
-        return replace(batch, pending=pending)
+        return replace(batch, pending=start_calls(*self._asked(batch, None), finite=finite, reference=awaited))
 
-    def _columns(self, batch: Batch, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
-        """Columns for reward functions."""
+    def _asked(self, batch: Batch, ref_logprobs: Tensor | None) -> tuple[Any, ...]:
+        """What the reward is asked: terms, prompts, completions, columns, and numbers of sampled tokens."""
         known = batch.prompts.columns | batch.rollout.columns(ref_logprobs)
-        return known if batch.episodes is None else known | columns(batch.episodes)
+        known |= {} if batch.episodes is None else columns(batch.episodes)
+        return self.terms, batch.prompts.questions(), batch.answers(), known, batch.rollout.mask.sum(1).tolist()
 
     def _scores(self, batch: Batch, reference: ReferenceOutputs) -> Scores:
         """The reward terms' scores of this process's completions."""
-        known, lengths = self._columns(batch, reference.logprobs), batch.rollout.mask.sum(1).tolist()
 
         def scores() -> Scores:
-            questions, answers = batch.prompts.questions(), batch.answers()
-            given = score(self.terms, questions, answers, known, lengths, finite=self.finite, started=batch.pending)
+            given = score(*self._asked(batch, reference.logprobs), finite=self.finite, started=batch.pending)
             if given.dense is None and not given.of_texts:
                 names = ", ".join(given.terms)
                 raise RewardError(f"no reward term scored any completion: {names} returned None for all of them")

@@ -216,7 +216,7 @@ class PPOTrainer(LoopByHand, Trainer):
 
         `settings` are its size; by default those of `args.audit`, with all states.
         """
-        audit = self.auditor.write(self.record, settings, self.tokenizer)
+        audit = self.auditor.write(self.record, settings)
         write_final_report(self.record)
         return audit
 
@@ -266,7 +266,7 @@ class PPOTrainer(LoopByHand, Trainer):
             if self.args.eval.every and number % self.args.eval.every == 0:
                 metrics |= self.evaluate()
             if self.args.audit.every and number % self.args.audit.every == 0:
-                metrics |= self.auditor.measure(number, self.stages, self.record, self.tokenizer)
+                metrics |= self.auditor.measure(number, self.stages, self.record)
             results |= {"metrics": metrics, "samples": samples}
         metrics |= self.stages.times(metrics["tokens"])
         return self.progress
@@ -390,7 +390,7 @@ class PPOTrainer(LoopByHand, Trainer):
         """Write policy, summary, audit and report, upload the policy of a run at its end, and return the summary."""
         _, *more = folder_names("policy", self.policy.critic)
         summary = self.record.end(stopped_by, self._save, *more, in_all=self.sharded)
-        self.auditor.at_end(summary, self.stages, self.record, self.tokenizer)
+        self.auditor.at_end(summary, self.stages, self.record)
         setup.write_card(self.args, self.pipeline, self.record, summary)
         write_final_report(self.record)
         self.record.next_steps(setup.next_steps(self.args))

@@ -80,11 +80,11 @@ class Pretraining:
         """Sample a batch, measure and train the critic on it, and append its metrics to the file; returns them."""
         row: dict[str, float] = {"batch": number}
         began = time.perf_counter()
-        settings, advantage, processes = self.args.rollout, self.args.advantage, self.pipeline.processes
+        settings, processes = self.args.rollout, self.pipeline.processes
         try:
-            scored = self.pipeline.complete(
-                partial(self.source.sample, 0), settings, values=True, bootstrap=advantage.bootstrap, stage=self.stages
-            )
+            batch = self.pipeline.drawn(partial(self.source.sample, 0), settings, values=True, stage=self.stages)
+            bootstrap = self.args.advantage.bootstrap
+            scored = self.pipeline.scored(batch, settings, values=True, bootstrap=bootstrap, stage=self.stages)
         except UnusableBatch as bad:
             self.record.bad_step(0, str(bad), bad.rollout.inputs(), texts=bad.texts)
             row |= {"tokens": float(processes.sum(bad.rollout.mask.sum())), "critic_steps": 0, "bad_steps": 1}

@@ -98,7 +98,7 @@ def audit_completions(
         number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
         load(trainer, state, set())
         rows = read_run(run, samples=False).metrics
-        return trainer.auditor.record(number, settings, trainer.tokenizer, rows, trainer.record.screen.say)
+        return trainer.auditor.record(number, settings, rows, trainer.record.screen.say)
 
 
 def audit_agent(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tokencredit.core.rewards import Attainable, attainable
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.report.reading import NoIteration, read_run
 from tokencredit.runs.resuming import started_from
@@ -20,7 +20,6 @@ from tokencredit.text.audit.limit import obstacle, prompt_numbers
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.evaluation import SEED_OFFSET
 from tokencredit.text.models.model_loading import check_origin
-from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 PER_PROMPT = 64
@@ -47,10 +46,7 @@ def limit(config: PPOConfig, samples: int, run: Path | None = None) -> Attainabl
         trainer = PPOTrainer(args=replace(config, python={}))
         if run is not None and (origin := started_from(run)) is not None:
             check_origin(origin, trainer.origin, config.model.name)
-        try:
-            best = sample(trainer, samples)
-        except UnusableBatch as error:
-            raise RunStopped(str(error)) from error
+        best = sample(trainer, samples)
     show(best, config.kl.coef)
     if run is not None and (objective := reached(run)) is not None:
         share = best.share(objective)

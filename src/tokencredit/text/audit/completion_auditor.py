@@ -16,7 +16,7 @@ from tokencredit.audit.agreement import judge, true_numbers
 from tokencredit.audit.estimates import variants
 from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, spread
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, EngineLost, RunStopped
+from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.loop import audit_at_end
@@ -153,31 +153,25 @@ class CompletionAuditor:
         self,
         number: int,
         settings: AuditConfig,
-        tokenizer: PreTrainedTokenizerBase,
         rows: Sequence[Mapping[str, Any]],
         say: Callable[[str], None],
     ) -> dict[str, Any]:
         """An audit of this size as audit.json holds it; `say` is called with its cost, by the run's rows of metrics.
 
-        Raises as `audit`, and `RunStopped` for an unusable batch.
+        Raises as `audit`.
         """
         group = GROUP if self.credit.args.rollout.per_prompt == 1 else self.group
         auditor = replace(self, settings=settings, group=group)
         say(f"this audit: about {auditor.expected(rows)}")
-        try:
-            audit = auditor.audit(number)
-        except UnusableBatch as error:
-            raise RunStopped(str(error)) from error
-        return audit.record(number, settings, tokenizer) | audit.judge(self.pipeline.processes)
+        audit = auditor.audit(number)
+        return audit.record(number, settings, self.pipeline.tokenizer) | audit.judge(self.pipeline.processes)
 
-    def write(
-        self, record: RunRecord, settings: AuditConfig | None, tokenizer: PreTrainedTokenizerBase
-    ) -> dict[str, Any]:
+    def write(self, record: RunRecord, settings: AuditConfig | None) -> dict[str, Any]:
         """Audit the policy as it is now, of all states by default: writes, shows and returns the audit."""
         if not record.history:
             raise ConfigError("there is nothing to audit: no iteration is done")
         size = settings or replace(self.settings, states=None)
-        audit = self.record(len(record.history), size, tokenizer, record.history, record.screen.say)
+        audit = self.record(len(record.history), size, record.history, record.screen.say)
         if record.main:
             record.folder.write_json(AUDIT, audit)
             record.screen.audit(audit)
@@ -202,7 +196,7 @@ class CompletionAuditor:
         every = pipeline.prefix_every if scoring(pipeline.terms) else 0
         return expected(self.settings, max(self.group, rollout.per_prompt), pace, every, completions)
 
-    def at_end(self, summary: Summary, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase) -> None:
+    def at_end(self, summary: Summary, stages: Stages, record: RunRecord) -> None:
         """Audit the final policy, as `runs.loop.audit_at_end` allows."""
 
         def audit(completions: int, seconds: float) -> dict[str, Any]:
@@ -214,21 +208,16 @@ class CompletionAuditor:
             size = AuditConfig(0, AT_END.continuations, AT_END.states, seconds, completions=completions, **limits)
             auditor = replace(self, settings=size)
             record.screen.say(f"audit at the end: about {auditor.expected(record.history)}")
-            try:
-                return auditor._staged(summary.iterations, stages, tokenizer)
-            except UnusableBatch as error:
-                raise RunStopped(str(error)) from error
+            return auditor._staged(summary.iterations, stages)
 
         audit_at_end(record, summary, self.settings, lambda: self.cost(record.history), audit)
 
-    def measure(
-        self, number: int, stages: Stages, record: RunRecord, tokenizer: PreTrainedTokenizerBase
-    ) -> dict[str, float]:
+    def measure(self, number: int, stages: Stages, record: RunRecord) -> dict[str, float]:
         """Audit while training: writes audit.json, returns metrics; none if a number is not finite."""
         if number == self.settings.every:
             record.screen.say(f"each audit: about {self.expected(record.history)}")
         try:
-            audit = self._staged(number, stages, tokenizer)
+            audit = self._staged(number, stages)
         except (UnusableBatch, EngineLost, NotReplayed) as error:
             record.event(f"an audit is skipped: {error}")
             return {}
@@ -237,13 +226,13 @@ class CompletionAuditor:
         metrics: dict[str, float] = audit["metrics"]
         return metrics
 
-    def _staged(self, number: int, stages: Stages, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def _staged(self, number: int, stages: Stages) -> dict[str, Any]:
         """An audit as audit.json holds it, as a stage of the run, whose callbacks may add metrics."""
         with stages("audit") as results:
             audit = self.audit(number)
             findings = audit.judge(self.pipeline.processes)
             results["metrics"] = findings["metrics"]
-        return audit.record(number, self.settings, tokenizer) | findings
+        return audit.record(number, self.settings, self.pipeline.tokenizer) | findings
 
     def _collect(self, place: int, group: int, random: torch.Generator) -> Batch:
         """Collect this process's fresh completions, in whole groups."""

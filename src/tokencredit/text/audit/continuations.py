@@ -130,7 +130,7 @@ class Continuations:
         for name in ("logprobs", *(["mask", "turn_ends"] if episodes else [])):
             getattr(sampled, name)[target] = getattr(rollout, name)[repeated][source]
         batch = Batch(prompts, sampled, sampled.texts(self.pipeline.tokenizer), episodes)
-        return self.pipeline.score(batch, args.rollout, bootstrap=args.advantage.bootstrap)
+        return self.pipeline.scored(batch, args.rollout, bootstrap=args.advantage.bootstrap)
 
 
 def episode_start(scored: Batch, row: int, at: int, seed: int | None = None) -> EpisodeStart:

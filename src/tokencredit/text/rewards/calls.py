@@ -74,14 +74,18 @@ class Term:
     """Texts that it has scored, prefixes included."""
 
 
-def start_call(term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T]) -> Callable[[], T]:
+def start_call(
+    term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T], *, early: bool = False
+) -> Callable[[], T]:
     """Start an async term's call, or prepare a sync one; the returned callable blocks for the result.
 
     `columns` are the arguments that its function may take by name, one entry per completion; `read` parses and checks
-    what it returns, and raises `RewardError` if that is malformed.
+    what it returns, and raises `RewardError` if that is malformed. An `early` call is started in any case.
     """
     args, kwargs = _arguments(term, columns)
     call = functools.partial(_call_with_retries, term, columns, functools.partial(_call, term, args, kwargs), read)
+    if early:
+        return EARLY.submit(call).result
     # One thread per async term, so that the backoff of one does not delay the others.
     return WORKERS.submit(call).result if is_coroutine_function(term.function) else call
 
@@ -98,9 +102,7 @@ def start_early(
     if not in_threads or REFERENCE in _parameters(term):
         return None
     known = {**columns, REFERENCE: _NotYet(term.name)} if reference else columns
-    args, kwargs = _arguments(term, known)
-    call = functools.partial(_call, term, args, kwargs)
-    return EARLY.submit(_call_with_retries, term, known, call, read).result
+    return start_call(term, known, read, early=True)
 
 
 class _NotYet(Sequence[Any]):

@@ -20,7 +20,6 @@ from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.critic import FITTED
 from tokencredit.text.models.peft_models import attached, merge
 from tokencredit.text.models.run_models import load_source
-from tokencredit.text.pipeline import UnusableBatch
 from tokencredit.text.rewards.terms import build_terms
 from tokencredit.tools.inspect.parts import read_parts
 from tokencredit.tools.inspect.question import Text, refuse_overlap, token_ids
@@ -128,9 +127,9 @@ def _score(policy: Policy, config: PPOConfig, batch: Batch) -> tuple[float | Non
         return None, "; no score: the reward came from Python (reward_funcs), and the run's folder does not hold it"
     try:
         terms = build_terms(config.reward, policy.pipeline.precision.device)
-        scored = replace(policy.pipeline, terms=terms).score(batch, config.rollout)
+        scored = replace(policy.pipeline, terms=terms).scored(batch, config.rollout)
         return rounded(float(scored.total_scores()[0])), ""
-    except (ConfigError, RunStopped, UnusableBatch) as error:
+    except (ConfigError, RunStopped) as error:
         return None, f"; no score: {error}"
 
 

@@ -25,7 +25,7 @@ from tokencredit.text.data.prompts import PromptBatch, Prompts, load_prompts
 from tokencredit.text.evaluation import describe, load_pipeline
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.models.run_models import load_source
-from tokencredit.text.pipeline import Pipeline, UnusableBatch
+from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.ppo_setup import build_pipeline
 from tokencredit.tools.scoring_options import SAMPLING, PairsOptions
 
@@ -177,10 +177,7 @@ def collect_pairs(
             rollout, completions = sampled.rollout, sampled.completions
             rewards: list[float | None] = [0.0] * len(completions)
         else:
-            try:
-                scored = pipeline.collect(batch, sampling, numbers, options.samples)
-            except UnusableBatch as error:
-                raise RunStopped(str(error)) from error
+            scored = pipeline.collect(batch, sampling, numbers, options.samples)
             rollout, completions = scored.rollout, scored.completions
             # No reward where no term applies.
             applies = [any(x is not None for x in values) for values in zip(*scored.terms.values(), strict=True)]
