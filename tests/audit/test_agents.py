@@ -14,13 +14,12 @@ from gymnasium import spaces
 from helpers.configs import quiet_agent
 from helpers.files import TIMES, drop_keys, read_metrics
 from helpers.proofs import proofs
-from tokencredit.audit.fresh_randomness import generators, redraw
+from tokencredit.audit.fresh_randomness import NotReplayed, generators, redraw
 from tokencredit.audit.truth import generator
 from tokencredit.cli import main
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Collector
 from tokencredit.control.audit.agent_auditor import AgentAuditor, PairedReturns, starts
-from tokencredit.control.audit.replays import NotReplayed
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.vector_environments import make_envs
 from tokencredit.errors import ConfigError, RunStopped

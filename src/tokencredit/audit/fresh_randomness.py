@@ -10,9 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from tokencredit.errors import RunStopped
+
 GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 SHARED_TYPES = (type, ModuleType, CodeType, FrameType)
 """Referenced by the environment, but not its own; the search for its RNGs stops there."""
+
+
+class NotReplayed(RunStopped):
+    """An environment diverged in a replay: after a reset with the same seed, and with the same actions or turns."""
 
 
 def redraw(env: Any, seed: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,12 +99,12 @@ class Collector:
 
         Each of several processes has an equal share of the copies, in order. `seed` also seeds the action sampling.
         """
-        self.envs, self.agent, self.processes = envs, agent, processes
+        self.envs, self.agent, self.processes = envs, agent, processes or Processes()
         self.generator = torch.Generator().manual_seed(seed)
-        self.number = envs.num_envs * (processes.count if processes else 1)
+        self.number = envs.num_envs * self.processes.count
         """Copies in all processes."""
-        self.share = processes.share(self.number) if processes else slice(0, self.number)
-        with self.agreed(), environment_errors():
+        self.share = self.processes.share(self.number)
+        with self.processes.agreed(RunStopped), environment_errors():  # the others would wait for one that fails
             self.observation, _ = envs.reset(seed=seed + self.share.start)
         self.ended = np.zeros(envs.num_envs, dtype=bool)
         self.taken = 0
@@ -127,7 +126,8 @@ class Collector:
         noise = distribution.noise((steps, self.number), self.generator)[:, self.share]
         frames = torch.from_numpy(observations)
         sampled, episodes = [], []
-        with self.agreed(), environment_errors(), torch.inference_mode():  # cheaper than no_grad
+        agreed, inference = self.processes.agreed(RunStopped), torch.inference_mode()  # cheaper than no_grad
+        with agreed, environment_errors(), inference:
             for t, (frame, step_noise) in enumerate(zip(frames[:-1].unbind(), noise.unbind(), strict=True)):
                 observations[t] = self.observation
                 acted[t] = ~self.ended
@@ -140,8 +140,7 @@ class Collector:
                     ended = np.flatnonzero(info["_episode"])
                     episodes += [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended]
         observations[steps] = self.observation
-        taken = torch.tensor(int(acted.sum()))
-        self.taken = int(taken if self.processes is None else self.processes.sum(taken))
+        self.taken = int(self.processes.sum(torch.tensor(int(acted.sum()))))
         actions = torch.stack(sampled)
         if message := self.non_finite_message("an observation", observations):
             raise RunStopped(message)
@@ -167,27 +166,22 @@ class Collector:
             episodes=self.gather_episodes(episodes),
         )
 
-    def agreed(self) -> AbstractContextManager[None]:
-        """A context that raises `RunStopped` in all processes if one of them does: they would wait for it later."""
-        return nullcontext() if self.processes is None else self.processes.agreed(RunStopped)
-
     def non_finite_message(self, name: str, array: np.ndarray) -> str | None:
         """Error message for the first non-finite element of `[time, copies, …]` of any process; None without one."""
         message = None
         if not np.isfinite(array.sum()) and not np.isfinite(array).all():
             step, copy = np.argwhere(~np.isfinite(array))[0][:2]
             message = f"environment {self.share.start + copy} gave {name} that is not finite, at step {step}"
-        if self.processes is not None and self.processes.any(message is not None):
+        if self.processes.any(message is not None):
             message = message or f"an environment of another process gave {name} that is not finite"
         return message
 
     def gather_episodes(self, episodes: Sequence[tuple[int, float, int]]) -> list[tuple[float, int]]:
         """Return and length of the episodes of all processes, by their last step, from (step, return, length)."""
-        if self.processes is not None:
-            rows = torch.tensor(episodes, dtype=torch.float64).reshape(-1, 3)
-            counts = self.processes.gather(torch.tensor([len(rows)])).tolist()
-            episodes = sorted(map(tuple, self.processes.gather_rows(rows, counts).tolist()), key=lambda row: row[0])
-        return [(score, int(length)) for _, score, length in episodes]
+        rows = torch.tensor(episodes, dtype=torch.float64).reshape(-1, 3)
+        counts = self.processes.gather(torch.tensor([len(rows)])).tolist()
+        everyone = sorted(self.processes.gather_rows(rows, counts).tolist(), key=lambda row: row[0])
+        return [(score, int(length)) for _, score, length in everyone]
 
     def state(self) -> dict[str, Any]:
         """Resumable state, as plain values and arrays."""
@@ -208,13 +202,11 @@ class Collector:
             for name in ("observation", "ended"):
                 state[name] = np.concatenate([x[name] for x in everyone])[self.share]
             state["envs"] = merged_envs([x["envs"] for x in everyone], self.share)
-        with self.agreed(), environment_errors():
+        with self.processes.agreed(RunStopped), environment_errors():
             lost = restore_envs(self.envs, state["envs"])
         self.generator.set_state(from_hex(state["generator"]))
         self.observation, self.ended = state["observation"], state["ended"]
         self.ended[lost] = True
-        if self.processes is None:
-            return lost
         flags = torch.zeros(self.envs.num_envs, dtype=torch.int64)
         flags[lost] = 1
         return self.processes.gather(flags).nonzero().flatten().tolist()

@@ -60,9 +60,7 @@ class ControlTrainer(Trainer):
         loaded = load_parts(args)
         self.advantage = loaded.advantage
         processes = Processes(args.run.timeout)
-        several = processes if processes.count > 1 else None
-        if several:
-            refuse_unsplit(args, several)
+        refuse_unsplit(args, processes)
         self.record = RunRecord(args.run, processes, CONTROL)
         own = own_parts(args)
         self.record.parts = {key: describe(part) for key, part in loaded_parts(args).items()}
@@ -71,7 +69,7 @@ class ControlTrainer(Trainer):
         with isolated(), threads(args.threads), expected_warnings(args.env):
             torch.manual_seed(args.seed)
             copies, stack = args.env.number // processes.count, args.agent.observations()
-            self.envs = make_envs(args.env, copies, args.advantage.gamma, stack=stack, several=several)
+            self.envs = make_envs(args.env, copies, args.advantage.gamma, stack=stack, processes=processes)
             spaces = self.envs.single_observation_space, self.envs.single_action_space
             self.agent = Agent(*spaces, args.agent, args.critic.kind)
             if args.eval.videos:
@@ -79,9 +77,9 @@ class ControlTrainer(Trainer):
             self.player = Player(args, self.agent, self.envs, self.record.signals.overdue)
             self.auditor = AgentAuditor(loaded, self.agent, self.envs)
             self.learner = build_learner(loaded, self.agent, processes)
-            self.collector = Collector(self.envs, self.agent, args.seed, several)
+            self.collector = Collector(self.envs, self.agent, args.seed, processes)
             self.rng = torch_state()
-        self.reduce = several.sum if several else None
+        self.reduce = processes.sum
         self.stopping = EarlyStopping(reward=args.stop.reward, patience=args.stop.patience)
         self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
         self.steps = 0
@@ -236,7 +234,7 @@ def refuse_unsplit(args: ControlConfig, processes: Processes) -> None:
     if args.env.number % processes.count:
         count = processes.count
         raise ConfigError(f"env.number is {args.env.number}; {count} processes share them: give a multiple of {count}")
-    if processes.device.type != "cpu":
+    if processes.count > 1 and processes.device.type != "cpu":
         raise ConfigError("several processes train an agent on CPUs; set ACCELERATE_USE_CPU=true")
 
 

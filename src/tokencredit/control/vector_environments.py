@@ -71,12 +71,12 @@ def make_envs(
     training: bool = True,
     videos: Path | None = None,
     prefix: str = "",
-    several: Processes | None = None,
+    processes: Processes | None = None,
 ) -> VectorEnv:
     """Copies of the environment that reset on the step after an episode's end, which is Gymnasium's default.
 
     `stack` observations are stacked, the oldest first; an episode's first one is repeated. Without `training` there are
-    no reward normalisation and no worker processes. Statistics are those of the copies of `several` processes.
+    no reward normalisation and no worker processes. Statistics are those of the copies of all `processes`.
 
     Raises:
         ConfigError: unknown environment, missing dependency, or unsupported observation space.
@@ -100,7 +100,7 @@ def make_envs(
             f"env.id: its observations are {space}; Box, Discrete, MultiDiscrete and MultiBinary are supported, and "
             "Dict and Tuple of them; leave out others by a wrapper, such as gymnasium.wrappers.FilterObservation"
         )
-    return wrap_envs(envs, args, gamma, training, several)
+    return wrap_envs(envs, args, gamma, training, processes)
 
 
 def _numeric(space: spaces.Space[Any]) -> bool:
@@ -111,9 +111,10 @@ def _numeric(space: spaces.Space[Any]) -> bool:
 
 
 def wrap_envs(
-    envs: VectorEnv, args: EnvConfig, gamma: float, training: bool, several: Processes | None = None
+    envs: VectorEnv, args: EnvConfig, gamma: float, training: bool, processes: Processes | None = None
 ) -> VectorEnv:
     """Add the vector wrappers: episode statistics, flat float32 observations, and normalisation if it is set."""
+    several = processes if processes is not None and processes.count > 1 else None
     gather = partial(gather_copies, several) if several else None
     if several and (args.normalize_observations or args.normalize_rewards):
         envs = AgreedSteps(envs, several)

@@ -32,6 +32,8 @@ MIN_AUDITED = 20.0
 """Shortest run with an audit at its end, in seconds."""
 AUDIT_ROWS = (8, 64)
 """Fewest and most completions or episodes of an audit at the end; figures of fewer say nothing."""
+AT_END = AuditSettings(continuations=32, states=4)
+"""Most continuations and the states of an audit at the end, within its time."""
 
 
 class Trainer(ABC):

@@ -28,19 +28,15 @@ from tokencredit.control.environment_wrappers import environment_errors
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
-from tokencredit.runs.loop import audit_at_end
+from tokencredit.runs.loop import AT_END, audit_at_end
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import WINDOW, History, Summary, mean
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
-from tokencredit.settings.training import AuditSettings
 
 MAX_BOOTSTRAP_WEIGHT = 0.05
 """Continuations run past the time limit until the critic's value has at most this weight in the return."""
 MAX_STEPS_PAST_LIMIT = 3000
 """Continuations stop at the time limit if reaching that weight would take more steps than this."""
-
-AT_END = AuditSettings(continuations=32, states=4)
-"""Most continuations and the states of an audit at the end of a run, within its time."""
 
 
 class PairedReturns:

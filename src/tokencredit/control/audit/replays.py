@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium import Env, Wrapper
 from gymnasium.vector import SyncVectorEnv, VectorEnv
-from gymnasium.wrappers import TimeLimit
 from gymnasium.wrappers.vector import NormalizeObservation
 from torch import Tensor
 
-from tokencredit.audit.fresh_randomness import redraw
+from tokencredit.audit.fresh_randomness import NotReplayed, redraw
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, ReplayWrapper, ScaleReward
@@ -28,10 +26,6 @@ CHUNK = 32
 """Steps whose random numbers are sampled at once."""
 CHECKED = 100
 """Steps that are played twice to check that an environment can be audited."""
-
-
-class NotReplayed(RunStopped):
-    """An environment diverged under the same seed and actions."""
 
 
 @dataclass
@@ -83,7 +77,9 @@ class Replays:
         inner = base_env(envs)
         assert isinstance(inner, SyncVectorEnv)
         self.vector, self.envs = envs, [env for env in inner.envs if isinstance(env, ReplayWrapper)]
-        self.limit = time_limit(self.envs[0])
+        spec = self.envs[0].spec
+        self.limit = None if spec is None else spec.max_episode_steps
+        """The time limit of `gymnasium.make`; None for none."""
         self.choices = isinstance(agent.distribution, Categorical) and agent.distribution.parts == 1
         """An action is a single discrete choice, whose probability is known."""
         self.observation_layer = next((x for x in wrappers(training) if isinstance(x, NormalizeObservation)), None)
@@ -223,13 +219,3 @@ def action_noise(agent: Agent, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from agent.distribution.noise((CHUNK,), generator).unbind()
-
-
-def time_limit(env: Env[Any, Any]) -> int | None:
-    """The `max_episode_steps` of `gymnasium.make`; None for no limit."""
-    layer: Any = env
-    while isinstance(layer, Wrapper):
-        if isinstance(layer, TimeLimit):
-            return None if layer.spec is None else layer.spec.max_episode_steps
-        layer = layer.env
-    return None

@@ -14,24 +14,24 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.audit.agreement import judge, true_numbers
 from tokencredit.audit.estimates import variants
+from tokencredit.audit.fresh_randomness import NotReplayed
 from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, spread
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
-from tokencredit.runs.loop import audit_at_end
+from tokencredit.runs.loop import AT_END, audit_at_end
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import History, Summary
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.audit.continuations import Continuations, States, episode_start, run_in_all, states_of
-from tokencredit.text.audit.cost import AT_END, PLANNED, Cost, Meter, Pace, expected
+from tokencredit.text.audit.cost import PLANNED, Cost, Meter, Pace, expected
 from tokencredit.text.batch import Batch
 from tokencredit.text.credit import Credit, ScoreScale
 from tokencredit.text.data.prefixes import scoring
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch
-from tokencredit.text.turns.replay import NotReplayed
 
 GROUP = 8
 """Group size of group estimators in an audit on request of a run with one completion per prompt."""

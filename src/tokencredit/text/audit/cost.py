@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tokencredit.errors import ConfigError
+from tokencredit.runs.loop import AT_END
 from tokencredit.runs.summary import WINDOW, duration, figure, mean
-from tokencredit.settings.training import AuditConfig, AuditSettings
+from tokencredit.settings.training import AuditConfig
 from tokencredit.text.pipeline import Pipeline
 
-AT_END = AuditSettings(continuations=32, states=4)
-"""Most continuations and the states of an audit at the end of a run, within its time."""
 PLANNED = AuditConfig(continuations=8, states=AT_END.states)
 """The audit per completion for which the number of completions of such an audit leaves time."""
 

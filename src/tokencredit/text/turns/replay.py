@@ -7,15 +7,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.audit.fresh_randomness import generators, redraw
-from tokencredit.errors import RunStopped
+from tokencredit.audit.fresh_randomness import NotReplayed, generators, redraw
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.episode_record import Transcript
 from tokencredit.text.turns.protocols.episode import Episode, Reply, fit
-
-
-class NotReplayed(RunStopped):
-    """An environment answered the same turns otherwise, after a reset with the same row and seed."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.loop import AUDIT_ROWS, AUDIT_SHARE, MIN_AUDITED
+from tokencredit.runs.loop import AT_END, AUDIT_ROWS, AUDIT_SHARE, MIN_AUDITED
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.audit.cost import AT_END, PLANNED, Cost, Pace, expected
+from tokencredit.text.audit.cost import PLANNED, Cost, Pace, expected
 from tokencredit.tools.plan.duration import estimate
 from tokencredit.tools.plan.memory import Sizes, measure
 from tokencredit.tools.plan.work import Work, plan_work, this_device
