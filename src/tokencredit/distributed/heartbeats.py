@@ -79,9 +79,11 @@ class Heartbeats:
     The clock has a thread of its own, since calls to a store whose machine is gone block.
     """
 
-    def __init__(self, job: Job, note: Callable[[str], None] | None = None):
-        """Start beating; `note` is called with the reason if the job ends."""
-        self.job, self.note = job, note
+    def __init__(self, job: Job):
+        """Start beating."""
+        self.job = job
+        self.note: Callable[[str], None] | None = None
+        """Called with the reason if the job ends."""
         self.pause = min(max(job.timeout / 20, MIN_PAUSE), MAX_PAUSE)
         self._store: Store = job.connect()
         self._others = [rank for rank in range(job.count) if rank != job.rank]

@@ -144,11 +144,3 @@ class EarlyStopping:
             threshold = self._thresholds[name]
             self._above[name] = self._above[name] + 1 if threshold is not None and value > threshold else 0
         return next((name for name, checks in self._above.items() if checks >= self.patience), None)
-
-    def state_dict(self) -> dict[str, int]:
-        """The state, for `load_state_dict`: for how many checks in a row each value has been above its threshold."""
-        return dict(self._above)
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore the result of `state_dict`."""
-        self._above = {name: state[name] for name in self._above}

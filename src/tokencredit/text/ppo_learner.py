@@ -70,7 +70,7 @@ def build_learner(args: PPOConfig, models: Models, processes: Processes) -> Lear
         optimizer,
         passes,
         build_objective(args),
-        build_update(args),
+        UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim)),
         schedule(**optim.rates(args.run.iterations)),
         torch.Generator().manual_seed(2 * args.seed + 1),
         processes,
@@ -104,8 +104,3 @@ def build_objective(args: PPOConfig) -> Objective:
         "interpolation": interpolation if off_policy.proximal == "interpolated" else None,
     }
     return objective_of(args.ppo.loss, args.ppo.kwargs, options, args.ppo.divergence_limit)
-
-
-def build_update(args: PPOConfig) -> UpdateSettings:
-    """Build the update settings of a run: epochs, minibatches and the like."""
-    return UpdateSettings(**args.ppo.passes(args.critic, args.advantage, args.optim))

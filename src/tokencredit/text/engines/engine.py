@@ -59,9 +59,9 @@ class Conversation(ABC):
             ended: called with a row when its turn has ended, if possible while others are still being sampled.
         """
 
-    @abstractmethod
     def left(self, row: int) -> int:
         """Tokens that are left of a row's `max_new_tokens`."""
+        return self.settings.max_new_tokens - len(self.ids(row))
 
     @abstractmethod
     def turn(self, row: int) -> tuple[list[int], bool]:

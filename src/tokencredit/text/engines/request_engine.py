@@ -210,10 +210,6 @@ class RequestConversation(Conversation):
             self._append(row, ids, [0.0] * len(ids), acted=True)
             self.turn_starts[row] = turns[row]
 
-    def left(self, row: int) -> int:
-        """Tokens that are left of a row's `max_new_tokens`."""
-        return self.settings.max_new_tokens - len(self.sampled[row])
-
     def turn(self, row: int) -> tuple[list[int], bool]:
         """The token ids of a row's last turn, and true if it was cut at its limit."""
         return self.sampled[row][self.turn_starts[row] :], self.truncated[row]

@@ -111,10 +111,6 @@ class LocalConversation(Conversation):
         super().begin(started, turns)
         self.state.begin_turn(range(len(started)), started, [1] * len(started))
 
-    def left(self, row: int) -> int:
-        """Tokens that are left of a row's `max_new_tokens`."""
-        return self.state.limit - int(self.state.lengths[row])
-
     def turn(self, row: int) -> tuple[list[int], bool]:
         """The token ids of a row's last turn, and true if it was cut at its limit."""
         return self.state.ids(row, int(self.state.turn_starts[row])), bool(self.state.truncated[row])
