@@ -8,7 +8,6 @@ import multiprocessing
 import re
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,8 +40,8 @@ from tokencredit.control.environment_wrappers import (
 )
 from tokencredit.distributed.processes import Processes, restored
 from tokencredit.errors import ConfigError
-from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import EnvConfig
+from tokencredit.user_code.user_objects import described
 
 EXPECTED_WARNINGS = (
     "ERROR: ",
@@ -156,9 +155,7 @@ def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
     except (TypeError, gym.error.Error) as error:
         raise ConfigError(f"{made}: {error}") from error
     except (Exception, SystemExit) as error:  # the environment's own
-        file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-        raised = visible(f"{type(error).__name__}: {error} at {file}:{line}")
-        raise ConfigError(f"{made}: it raised {raised}") from error
+        raise ConfigError(f"{made}: it {described(error)}") from error
 
 
 @contextmanager
