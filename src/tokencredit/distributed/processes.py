@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tokencredit.distributed.heartbeats import Heartbeats
 from tokencredit.distributed.job import Job, launched
 from tokencredit.distributed.sharding import sharded_in
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, OutOfMemory
 
 M_MMAP_THRESHOLD = -3
 """The parameter of glibc's mallopt(3)."""
@@ -295,6 +295,17 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+@contextmanager
+def lack_of_memory(message: str) -> Iterator[None]:
+    """A context that raises an out-of-memory error as `OutOfMemory` with this message."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise OutOfMemory(message) from error
 
 
 def _described(error: Exception) -> tuple[str, int, str | None]:

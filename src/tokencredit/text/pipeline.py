@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.distributed.processes import Processes, connection_lost, out_of_memory, restored
+from tokencredit.distributed.processes import Processes, connection_lost, lack_of_memory, out_of_memory, restored
 from tokencredit.distributed.sharding import gathered, is_sharded
-from tokencredit.errors import ConfigError, EngineLost, OutOfMemory, RunStopped
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.update import NonFiniteUpdate
 from tokencredit.runs.recorder import RunRecord
@@ -313,13 +313,9 @@ class Stages:
         self._call(f"before_{name}")
         results: dict[str, Any] = {}
         started = time.perf_counter()
-        try:
+        advice = MEMORY_ADVICE.get(name, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
+        with lack_of_memory(f"out of memory in its {name} stage; {advice}"):
             yield results
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            advice = MEMORY_ADVICE.get(name, "lower ppo.micro_batch_tokens, or set model.gradient_checkpointing")
-            raise OutOfMemory(f"out of memory in its {name} stage; {advice}") from error
         self.trainer.pipeline.processes.settle()
         self.seconds[name] = before + time.perf_counter() - started  # with samples taken by hand before
         self._call(f"after_{name}", **results)

@@ -7,15 +7,14 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tokencredit.distributed.processes import Processes, out_of_memory
-from tokencredit.errors import ConfigError, OutOfMemory
+from tokencredit.distributed.processes import Processes, lack_of_memory
+from tokencredit.errors import ConfigError
 from tokencredit.learn import rng
 from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.optim import build_optimizer, clip_gradients, hidden_matrices, schedule, set_rates
@@ -38,6 +37,9 @@ from tokencredit.text.offline.offline_setup import Model, load_examples, load_mo
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
+
+
+ADVICE = "out of memory; lower data.micro_batch, or set model.gradient_checkpointing"
 
 
 class OfflineTrainer(Trainer):
@@ -170,7 +172,7 @@ class OfflineTrainer(Trainer):
         size = self._sum(self.loss.size(rows))
         micro = self.args.data.micro_batch or len(rows)
         total, parts = 0.0, []
-        with advice():
+        with lack_of_memory(ADVICE):
             for part in cut(rows, micro):
                 loss = self.loss(self.wrapped, part, size)
                 loss.backward()
@@ -183,7 +185,7 @@ class OfflineTrainer(Trainer):
         """Loss and metrics on the held-out rows, all of them in each process."""
         rows, micro = self.held_out, self.args.data.micro_batch or self.args.data.batch_size
         total, parts = 0.0, []
-        with advice():
+        with lack_of_memory(ADVICE):
             for part in cut(rows, micro):
                 total += float(self.loss(self.model.lm, part, self.loss.size(rows))) / self.processes.count
                 parts.append((self.loss.metrics(), len(part), learned(part)))
@@ -201,7 +203,7 @@ class OfflineTrainer(Trainer):
     def _add_reference(self, rows: Sequence[Example]) -> None:
         """Add to each row its log-probs under the model as it is now."""
         micro = self.args.data.micro_batch or self.args.data.batch_size
-        with advice():
+        with lack_of_memory(ADVICE):
             for part in cut(rows, micro):
                 for row, numbers in zip(part, self.loss.reference(part), strict=True):
                     row.update(numbers)
@@ -234,17 +236,6 @@ class OfflineTrainer(Trainer):
         write_final_report(self.record)
         self.record.next_steps(self.model.next_steps)
         return summary
-
-
-@contextmanager
-def advice() -> Iterator[None]:
-    """A context in which a lack of memory is raised as `OutOfMemory`, with what to change."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise OutOfMemory("out of memory; lower data.micro_batch, or set model.gradient_checkpointing") from error
 
 
 def cut(rows: Sequence[Example], size: int) -> list[Sequence[Example]]:
