@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.distributed.processes import Processes, connection_lost, lack_of_memory, out_of_memory, restored
+from tokencredit.distributed.processes import Processes, lack_of_memory, restored
 from tokencredit.distributed.sharding import gathered, is_sharded
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.experience import Experience
@@ -43,7 +43,7 @@ from tokencredit.text.rollout_passes import (
 )
 from tokencredit.text.turns.episode_record import columns, refuse_failed
 from tokencredit.text.turns.play import EpisodePlayer
-from tokencredit.user_code.user_objects import described
+from tokencredit.user_code.user_objects import user_code
 
 T = TypeVar("T")
 Draw = Callable[[], Batch]
@@ -341,13 +341,8 @@ class Stages:
             if method is None:
                 continue
             before = contents(results)
-            try:
-                with restored():
-                    method(self.trainer, **results)
-            except (Exception, SystemExit) as error:
-                if isinstance(error, RunStopped | ConfigError) or connection_lost(error) or out_of_memory(error):
-                    raise
-                raise RunStopped(f"{event} of the callback {type(callback).__name__} {described(error)}") from error
+            with user_code(f"{event} of the callback {type(callback).__name__}"):
+                method(self.trainer, **results)
             refuse_changes(before, contents(results), event, type(callback).__name__)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tokencredit.core.estimator_table import BOUNDS, INPUTS, SETTINGS, parameters_of
-from tokencredit.distributed.processes import connection_lost, out_of_memory, restored
 from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.learn.objective import Objective
 from tokencredit.learn.own_loss import LOSS_INPUTS
@@ -25,7 +24,7 @@ from tokencredit.settings.parts import PYTHON, is_own, label_of, name_of
 from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageSettings, PPOSettings
-from tokencredit.user_code.user_objects import check_kwargs, described, load_object
+from tokencredit.user_code.user_objects import check_kwargs, load_object, user_code
 
 Advantage = TypeVar("Advantage", bound=AdvantageSettings)
 Update = TypeVar("Update", bound=PPOSettings)
@@ -73,13 +72,8 @@ def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
-        try:
-            with restored():
-                return function(*args, **kwargs)
-        except (Exception, SystemExit) as error:
-            if isinstance(error, RunStopped | ConfigError) or connection_lost(error) or out_of_memory(error):
-                raise
-            raise RunStopped(f"{what} {described(error)}") from error
+        with user_code(what):
+            return function(*args, **kwargs)
 
     return call
 

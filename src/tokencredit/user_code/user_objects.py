@@ -11,14 +11,15 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tokencredit.distributed.processes import restored
-from tokencredit.errors import ConfigError
+from tokencredit.distributed.processes import connection_lost, out_of_memory, restored
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.provenance.parts import LIBRARIES
 from tokencredit.runs.untrusted import visible
 
@@ -111,6 +112,18 @@ def check_kwargs(
     missing = [name for name in required if name not in kwargs]
     if missing and others is None:
         raise ConfigError(f"{spec} needs {', '.join(missing)}; give it in {key}, as in kwargs: {{{missing[0]}: …}}")
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """A context for code of a user's, whose exceptions end the run with a line that names it, with file and line."""
+    try:
+        with restored():
+            yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, RunStopped | ConfigError) or connection_lost(error) or out_of_memory(error):
+            raise
+        raise RunStopped(f"{what} {described(error)}") from error
 
 
 def described(error: BaseException) -> str:
