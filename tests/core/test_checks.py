@@ -31,7 +31,7 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     **dict.fromkeys(("estimate", "reward_to_go", "total_return", "prepare_steps"), CREDIT),
     **dict.fromkeys(("uniform", "group_relative", "leave_one_out"), SCORES),
     **dict.fromkeys(("k1", "k2", "k3", "kl_estimate"), KL),
-    **dict.fromkeys(("token_logprobs", "token_stats"), STATES | TARGETS),
+    "token_stats": STATES | TARGETS,
     "token_loss": STATES | TARGETS | {"support": torch.zeros(2, 3, 2, dtype=torch.int64)},
     "clipped_surrogate": RATIOS | {"advantages": ROWS},
     "sequence_surrogate": RATIOS | {"advantages": ROWS},

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tokencredit.core.logprobs import token_logprobs, token_loss, token_stats
+from tokencredit.core.logprobs import token_loss, token_stats
 from tokencredit.core.vocab_projection import TokenStats
 
 VOCABULARY, WIDTH, REF_WIDTH = 11, 6, 4
@@ -42,12 +42,12 @@ def full(policy, ref, targets, mask, temperature, softcap):
 def test_log_probs_entropy_and_kl_by_hand():
     # Logits (log 1, log 2, log 5): probabilities ⅛, ¼, ⅝
     weight = torch.tensor([[1.0], [2.0], [5.0]]).log()
-    logprobs, entropy = token_logprobs(torch.tensor([[1.0], [1.0]]), weight, torch.tensor([1, 2]), entropy=True)
+    logprobs, entropy, _ = token_stats(torch.tensor([[1.0], [1.0]]), weight, torch.tensor([1, 2]), entropy=True)
     torch.testing.assert_close(logprobs, torch.tensor([0.25, 0.625]).log())
     by_hand = -(0.125 * math.log(0.125) + 0.25 * math.log(0.25) + 0.625 * math.log(0.625))
     torch.testing.assert_close(entropy, torch.tensor([by_hand, by_hand]))
     # Temperature ½ squares what is not normalised: 1, 4, 25 of 30
-    logprobs, _ = token_logprobs(torch.tensor([[1.0]]), weight, torch.tensor([1]), temperature=0.5)
+    logprobs, *_ = token_stats(torch.tensor([[1.0]]), weight, torch.tensor([1]), temperature=0.5)
     torch.testing.assert_close(logprobs, torch.tensor([4 / 30]).log())
     # Against the uniform reference the KL is log 3 − H.
     kl = token_stats(torch.tensor([[1.0]]), weight, None, ref=(torch.tensor([[0.0]]), weight, None)).kl
@@ -199,19 +199,19 @@ def test_a_loss_without_gradients_is_the_same():
 
 def test_token_stats_computes_only_the_requested_statistics():
     (hidden, weight, _), ref, targets, _ = make(0)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=1.0, entropy=True)
+    logprobs, entropy, _ = token_stats(hidden, weight, targets, temperature=1.0, entropy=True)
     assert torch.equal(token_stats(hidden, weight, targets).logprobs, logprobs)
     assert torch.equal(token_stats(hidden, weight, None, entropy=True).entropy, entropy)
-    assert token_logprobs(hidden, weight, targets)[1] is None
+    assert token_stats(hidden, weight, targets)[1] is None
     assert token_stats(hidden, weight, None)._asdict() == {"logprobs": None, "entropy": None, "kl": None}
     hidden.requires_grad_()
-    (gradient,) = torch.autograd.grad(token_logprobs(hidden, weight, targets)[0].sum(), hidden)
+    (gradient,) = torch.autograd.grad(token_stats(hidden, weight, targets)[0].sum(), hidden)
     assert gradient.shape == hidden.shape
     ref = [x.requires_grad_() for x in ref]
     token_stats(hidden, weight, None, ref=ref).kl.sum().backward()
     assert [x.grad for x in ref] == [None, None, None]
     with torch.inference_mode():
-        token_logprobs(hidden, weight, targets, entropy=True)
+        token_stats(hidden, weight, targets, entropy=True)
 
 
 @pytest.mark.slow
@@ -276,10 +276,10 @@ def test_autocast_is_the_same_forward_and_backward():
     # Numbers of bfloat16: some processors round the operands, others do not.
     leaves = [x.bfloat16().float().requires_grad_() for x in (hidden, weight, bias)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logprobs, _ = token_logprobs(leaves[0], leaves[1], targets, bias=leaves[2])
+        logprobs, *_ = token_stats(leaves[0], leaves[1], targets, bias=leaves[2])
     logprobs.sum().backward()
     halves = [x.detach().bfloat16().requires_grad_() for x in leaves]
-    expected, _ = token_logprobs(halves[0], halves[1], targets, bias=halves[2])
+    expected, *_ = token_stats(halves[0], halves[1], targets, bias=halves[2])
     expected.sum().backward()
     assert torch.equal(logprobs, expected)
     for leaf, half in zip(leaves, halves, strict=True):
@@ -324,7 +324,7 @@ def test_the_process_keeps_its_precision():
 
     def project(_):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return token_logprobs(hidden, weight, targets)[0]
+            return token_stats(hidden, weight, targets)[0]
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(project, range(200)))
@@ -333,7 +333,7 @@ def test_the_process_keeps_its_precision():
 
 def test_large_logits_are_finite():
     hidden = torch.tensor([[1e4]])
-    logprobs, entropy = token_logprobs(hidden, torch.tensor([[1.0], [-1.0]]), torch.tensor([0]), entropy=True)
+    logprobs, entropy, _ = token_stats(hidden, torch.tensor([[1.0], [-1.0]]), torch.tensor([0]), entropy=True)
     assert logprobs.item() == entropy.item() == 0
 
 
@@ -357,9 +357,9 @@ HIDDEN, WEIGHT, TARGETS = torch.zeros(2, 3, 4), torch.zeros(7, 4), torch.zeros(2
         ((HIDDEN, WEIGHT, TARGETS), {"chunk": 0}, "chunk is 0"),
     ],
 )
-def test_token_logprobs_refuses(arguments, changes, message):
+def test_token_stats_refuses(arguments, changes, message):
     with pytest.raises(ValueError, match=message):
-        token_logprobs(*arguments, **changes)
+        token_stats(*arguments, **changes)
 
 
 def test_an_exact_kl_refuses():

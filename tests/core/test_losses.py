@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokencredit.core.logprobs import token_logprobs
+from tokencredit.core.logprobs import token_stats
 from tokencredit.core.losses import (
     REDUCTIONS,
     RatioStats,
@@ -226,8 +226,8 @@ def test_before_the_first_step_the_ratio_is_exactly_1(seed, temperature, dtype):
     tokens = torch.randint(20, (3, 5), generator=generator)
     advantages = torch.randn(3, 5, generator=generator)
     with torch.no_grad():
-        old_logprobs, _ = token_logprobs(hidden, weight, tokens, temperature=temperature)
-    logprobs, _ = token_logprobs(hidden, weight, tokens, temperature=temperature)
+        old_logprobs, *_ = token_stats(hidden, weight, tokens, temperature=temperature)
+    logprobs, *_ = token_stats(hidden, weight, tokens, temperature=temperature)
     assert ratio_stats(logprobs, old_logprobs, clip=0.0).metrics() == {
         "clip_fraction": 0.0,
         "approx_kl_k1": 0.0,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokencredit.core.advantages import gae, td
-from tokencredit.core.logprobs import token_logprobs, token_stats
+from tokencredit.core.logprobs import token_stats
 
 
 @st.composite
@@ -85,7 +85,7 @@ def test_distributions_are_torch_s(seed, temperature):
     policy = torch.distributions.Categorical(logits=hidden @ weight.T / temperature)
     reference = torch.distributions.Categorical(logits=ref_hidden @ ref_weight.T / temperature)
     options = {"temperature": temperature, "chunk": 5}
-    logprobs, entropy = token_logprobs(hidden, weight, targets, entropy=True, **options)
+    logprobs, entropy, _ = token_stats(hidden, weight, targets, entropy=True, **options)
     torch.testing.assert_close(logprobs, policy.log_prob(targets))
     torch.testing.assert_close(entropy, policy.entropy(), rtol=1e-4, atol=1e-5)
     expected = torch.distributions.kl_divergence(policy, reference)

@@ -7,7 +7,7 @@ from tokencredit.core.estimator_table import ESTIMATORS
 from tokencredit.core.estimators import estimate
 from tokencredit.core.logprobs import token_loss, token_stats
 from tokencredit.core.losses import ratio_stats, reduction_count, token_weights
-from tokencredit.core.masked import explained_variance, moments, whiten
+from tokencredit.core.masked import explained_variance, moments, whiten, whiten_with_divisor
 from tokencredit.core.rewards import token_rewards
 
 OPTIONS = {"gamma": 0.9, "lam": 0.8, "n": 3, "lam_returns": 1.0, "alpha": 0.5, "baseline": 0.1, "group_size": 2}
@@ -46,7 +46,7 @@ HIDDEN, WEIGHT, TARGETS = torch.randn(*SHAPE, 5), torch.randn(7, 5), torch.randi
         (1, lambda: token_stats(HIDDEN, WEIGHT, TARGETS, mask=MASK, entropy=True)),
         (1, lambda: token_loss(HIDDEN, WEIGHT, TARGETS, lambda now, at: now.logprobs.sum(), mask=MASK)),
         (0, lambda: moments(X, MASK, count=14)),
-        (0, lambda: whiten(X, MASK, count=14)),
+        (0, lambda: whiten_with_divisor(X, MASK, count=14)),
         (0, lambda: token_weights(MASK, count=14)),
         (0, lambda: token_weights(MASK, "constant", count=24)),
         (0, lambda: reduction_count(MASK, "constant")),
@@ -64,4 +64,4 @@ def test_a_known_count_gives_the_same_moments():
     torch.testing.assert_close(moments(X, MASK, count=14), moments(X, MASK), atol=0, rtol=0)
     twice = moments(X, MASK, lambda x: 2 * x, count=28)  # two processes with the same numbers
     torch.testing.assert_close(twice, moments(X, MASK, lambda x: 2 * x), atol=0, rtol=0)
-    assert torch.equal(whiten(X, MASK, count=14), whiten(X, MASK))
+    assert torch.equal(whiten_with_divisor(X, MASK, count=14)[0], whiten(X, MASK))

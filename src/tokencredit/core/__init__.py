@@ -31,7 +31,7 @@ _NAMES = {
     "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
     "estimator_table": "ESTIMATORS Estimator named parameters_of",
     "estimators": "Turns estimate estimate_by_turn",
-    "logprobs": "token_logprobs token_loss token_stats",
+    "logprobs": "token_loss token_stats",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
     "reduction_count smoothed_histogram token_weights value_loss weighted_sum",
     "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation moments "

@@ -33,50 +33,13 @@ MIN_CHUNK = 128
 
 
 class _ProjectionOptions(TypedDict, total=False):
-    """How the functions below form logits, and at which tokens; described in `token_logprobs`."""
+    """How the functions below form logits, and at which tokens; described in `token_stats`."""
 
     bias: Tensor | None
     mask: Tensor | None
     temperature: float
     softcap: float | None
     chunk: int | None
-
-
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    entropy: bool = False,
-    **projection: Unpack[_ProjectionOptions],
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target and, on request, the entropy of its distribution.
-
-    log π(x) = zₓ − log Σᵥ exp zᵥ and H = −Σᵥ π(v) log π(v), in nats, with z = softcap(W h + b) / temperature and
-    softcap(y) = cap · tanh(y / cap) (Gemma Team 2024, arXiv 2408.00118, section 2). z and the softmax are in float32 at
-    least, also under autocast, which rounds at most W and h.
-
-    Args:
-        hidden: h, the last hidden states, [..., D].
-        weight: W, the output projection, [vocabulary, D].
-        targets: the tokens, int64 [...].
-        bias: b, [vocabulary].
-        mask: bool [...]; positions where it is false are skipped and give 0, whatever they hold.
-        temperature: divisor of the logits, above 0: the sampling temperature.
-        softcap: cap of the logits, for models that have one.
-        chunk: tokens per chunk; memory holds two or three tensors of chunk × vocabulary. Default: see `CHUNK_LOGITS`.
-        entropy: compute the entropies too.
-
-    Returns:
-        Log-probabilities [...] and entropies [...] (or None), differentiable in hidden, weight and bias.
-
-    Raises:
-        ValueError: shapes do not match; a target outside the vocabulary, on a CPU (on a GPU the kernel asserts); a
-            temperature, softcap or chunk not above 0.
-    """
-    stats = token_stats(hidden, weight, targets, entropy=entropy, **projection)
-    assert stats.logprobs is not None
-    return stats.logprobs, stats.entropy
 
 
 def token_stats(
@@ -88,14 +51,33 @@ def token_stats(
     entropy: bool = False,
     **projection: Unpack[_ProjectionOptions],
 ) -> TokenStats:
-    """Log-probability, entropy and exact KL from one projection, for a loss that needs more than one of them.
+    """Log-probability, entropy and exact KL of each token, from one projection.
 
-    The exact KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)) of a token, in nats, is over the whole vocabulary. Keep the
-    reference's last hidden states (D numbers per token), not its logits (a vocabulary of them): the logits are computed
-    here, a chunk at a time. Temperature and softcap apply to both models; the reference gets no gradient.
+    log π(x) = zₓ − log Σᵥ exp zᵥ, H = −Σᵥ π(v) log π(v) and KL(π ‖ ρ) = Σᵥ π(v) (log π(v) − log ρ(v)), in nats, with
+    z = softcap(W h + b) / temperature and softcap(y) = cap · tanh(y / cap) (Gemma Team 2024, arXiv 2408.00118, section
+    2). z and the softmax are in float32 at least, also under autocast, which rounds at most W and h.
 
-    Without `targets` there are no log-probabilities. `ref` is (ref_hidden, ref_weight, ref_bias); None skips the KL.
-    Other arguments and errors as in `token_logprobs`.
+    For the KL keep the reference's last hidden states (D numbers per token), not its logits (a vocabulary of them): the
+    logits are computed here, a chunk at a time.
+
+    Args:
+        hidden: h, the last hidden states, [..., D].
+        weight: W, the output projection, [vocabulary, D].
+        targets: the tokens, int64 [...]; None for no log-probabilities.
+        bias: b, [vocabulary].
+        mask: bool [...]; positions where it is false are skipped and give 0, whatever they hold.
+        temperature: divisor of the logits, above 0: the sampling temperature. It applies to both models.
+        softcap: cap of the logits, for models that have one.
+        chunk: tokens per chunk; memory holds two or three tensors of chunk × vocabulary. Default: see `CHUNK_LOGITS`.
+        ref: (ref_hidden, ref_weight, ref_bias) of the reference ρ, which gets no gradient; None for no KL.
+        entropy: compute the entropies.
+
+    Returns:
+        The statistics, [...] each, differentiable in hidden, weight and bias.
+
+    Raises:
+        ValueError: shapes do not match; a target outside the vocabulary, on a CPU (on a GPU the kernel asserts); a
+            temperature, softcap or chunk not above 0.
     """
     kept, linear, request = _kernel_inputs(hidden, weight, targets, ref, entropy, **projection)
     with _targets_in_range(request.targets, weight):
@@ -122,7 +104,7 @@ def token_loss(
     2024, arXiv 2410.10989, section 3.2). Without autograd only the loss and the statistics are computed.
 
     Args:
-        hidden: as in `token_logprobs`, like `weight`, `targets` and the options.
+        hidden: as in `token_stats`, like `weight`, `targets` and the options.
         loss: called with the statistics of some tokens and their slice among all tokens that the mask keeps; returns
             their part of the loss, a scalar.
         ref: as in `token_stats`.
@@ -140,7 +122,7 @@ def token_loss(
         The loss, a scalar, differentiable in hidden, weight and bias; and the statistics, [...], without gradient.
 
     Raises:
-        ValueError: as `token_logprobs`.
+        ValueError: as `token_stats`.
     """
     kept, linear, request = _kernel_inputs(hidden, weight, targets, ref, entropy, **projection)
     shape = hidden.shape[:-1]

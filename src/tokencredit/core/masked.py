@@ -119,7 +119,6 @@ def whiten(
     *,
     shift_mean: bool = True,
     reduce: Reduce | None = None,
-    count: Tensor | float | None = None,
 ) -> Tensor:
     """Whiten `x` over the mask: unit variance and, by default, zero mean.
 
@@ -133,7 +132,7 @@ def whiten(
     Raises:
         ValueError: no element of the mask is true.
     """
-    return whiten_with_divisor(x, mask, shift_mean=shift_mean, reduce=reduce, count=count)[0]
+    return whiten_with_divisor(x, mask, shift_mean=shift_mean, reduce=reduce)[0]
 
 
 def whiten_with_divisor(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from tokencredit.core.logprobs import token_logprobs, token_loss
+from tokencredit.core.logprobs import token_loss, token_stats
 from tokencredit.core.masked import extents
 from tokencredit.core.vocab_projection import TokenStats, faster_transposed, project
 from tokencredit.distributed.sharding import is_sharded, within
@@ -218,7 +218,7 @@ class ActorCritic(nn.Module):
     def _logprobs(self, inputs: Inputs, temperature: float) -> tuple[Tensor, Tensor]:
         extent, projection = Extent.of(inputs), self.lm.get_output_embeddings()
         (hidden,) = self._read(trunk_of(self.lm), inputs, extent, self.trunk_hidden)
-        logprobs, _ = token_logprobs(
+        logprobs, *_ = token_stats(
             self.scaled(extent.gather(hidden)),
             projection.weight,
             extent.gather(inputs["response_ids"]),
