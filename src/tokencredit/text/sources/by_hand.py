@@ -72,7 +72,7 @@ class LoopByHand:
     tokenizer: Any
     rng: dict[str, Any]
     reported: set[str]
-    progress: Iteration
+    progress: Iteration | None
     """Metrics and samples of the iteration."""
     rows: int
     """Completions of the batch, over all processes."""
@@ -202,6 +202,7 @@ class LoopByHand:
             self.handed = None
             if given is not None:
                 given.scores = None
+        assert self.progress is not None
         return dict(self.progress[0])
 
     def close(self) -> Summary:
