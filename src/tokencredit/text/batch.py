@@ -32,6 +32,7 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import critic_metrics
 from tokencredit.runs.transcript import SIGN, conversation
 from tokencredit.runs.untrusted import visible
+from tokencredit.text.data.prefixes import Ended
 from tokencredit.text.data.prompts import Prompt, PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.rewards.terms import PendingCall, term_metrics
@@ -78,6 +79,8 @@ class Batch:
     """True if filters such as top_p truncated the sampling distribution."""
     prefixes: Tensor | None = None
     """Score of the text before each token; None without such scores."""
+    ended: Ended | None = None
+    """The same with an end after the text, once, to choose the better."""
     stopped: Tensor | None = None
     """`[batch]`, true for completions that contain a stop string; None without stop strings, and for episodes."""
 

@@ -132,6 +132,8 @@ class Credit:
         returns, _ = estimate("reward_to_go", rewards, options=options, **self._where(scored))
         where = self._in_loss(rollout)
         fitted = self.prefixes.values(scored.prefixes, returns, where, self.first, self.reduce)
+        if scored.ended is not None:
+            self.prefixes.try_end(scored.ended, scored.prefixes, returns, where, self.first, self.reduce)
         fitted = fitted.masked_fill(~rollout.mask, 0.0)
         values, critic = fitted, rollout.values
         if critic is not None:

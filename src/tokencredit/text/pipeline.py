@@ -25,7 +25,7 @@ from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import Callback, contents, refuse_changes
-from tokencredit.text.data.prefixes import prefix_scores, scoring
+from tokencredit.text.data.prefixes import Ended, PrefixFit, prefix_scores, scoring, usual_end
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.data.tasks import TaskBatch
@@ -98,6 +98,8 @@ class Pipeline:
     """Compute the entropies of completions to be learned from, for an estimator that reads them: one more pass."""
     finite: bool = True
     """Raise for scores that are not finite, instead of returning them."""
+    fit: PrefixFit | None = None
+    """The fit of values to scores of prefixes, which chooses their end; None if there is none."""
 
     @property
     def lockstep(self) -> Processes | None:
@@ -204,14 +206,17 @@ class Pipeline:
                 self.player.environments.release(transcript.episode for transcript in batch.episodes)
         if not (values and self.prefix_every and scoring(self.terms)):
             return scored
-        every = self.prefix_every
+        rollout, given = batch.rollout, (self.terms, scored.prompts, batch.rollout, self.tokenizer, self.prefix_every)
+
+        def scores(end: Sequence[int]) -> Tensor:
+            return self._agreed(scored, lambda: prefix_scores(*given, end), "of a prefix ")
+
         with stage("prefixes"):
-            prefixes = self._agreed(
-                scored,
-                lambda: prefix_scores(self.terms, scored.prompts, scored.rollout, self.tokenizer, every),
-                "of a prefix ",
-            )
-        return replace(scored, prefixes=prefixes)
+            ended, fit = None, self.fit
+            if fit is not None and fit.end is None and (end := usual_end(rollout, self.tokenizer, self.processes.sum)):
+                ended = Ended(end, scores(end))
+            prefixes = scores([] if fit is None else fit.end or [])
+        return replace(scored, prefixes=prefixes, ended=ended)
 
     def _scored(self, batch: Batch, settings: SamplingConfig, bootstrap: bool, stage: Stage) -> Batch:
         rollout, episodes, after = batch.rollout, batch.episodes, None

@@ -40,7 +40,7 @@ from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.hub import check_push
-from tokencredit.text.data.prefixes import choose_spacing, save_fit
+from tokencredit.text.data.prefixes import choose_spacing, end_event, save_fit
 from tokencredit.text.data.stream import BatchStream, share_of_rows
 from tokencredit.text.evaluation import evaluate
 from tokencredit.text.models import run_models
@@ -158,6 +158,7 @@ class PPOTrainer(LoopByHand, Trainer):
         self.rows = args.rollout.batch_size
         first = share_of_rows(self.processes, self.rows, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
+        self.pipeline.fit = self.credit.prefixes if args.critic.ours else None
         self.auditor = CompletionAuditor(self.pipeline, self.credit, self.prompts, args.audit)
         self.learner, self.stages = build_learner(args, models, self.processes), Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)
@@ -168,7 +169,7 @@ class PPOTrainer(LoopByHand, Trainer):
         self.pretrained: dict[str, float] | None = None
         """Metrics of value pretraining; empty if there is none, None before it."""
         self.reported: set[str] = set()
-        """Metrics of problems with episodes that an event has reported."""
+        """What an event has reported once: metrics of problems with episodes, and the end of prefixes."""
         self.before: State | None = None
         """Resumable state other than weights when the iteration began; None once it changes weights."""
         self.updated: dict[str, float] | None = None
@@ -284,9 +285,10 @@ class PPOTrainer(LoopByHand, Trainer):
         later = max(self.args.run.iterations - len(self.record.history) - 1, 0)
         batch = self.handed or self.pipeline.drawn(partial(self.source.sample, later), **self.drawing())
         scored = self.scored(batch)
-        for metric, line in episode_events(scored.episodes or ()).items():
-            if metric not in self.reported:
-                self.reported.add(metric)
+        events = episode_events(scored.episodes or ()) | end_event(self.credit.prefixes, self.tokenizer)
+        for name, line in events.items():
+            if name not in self.reported:
+                self.reported.add(name)
                 self.record.event(line)
         return scored
 

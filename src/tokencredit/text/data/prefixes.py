@@ -18,6 +18,7 @@ from tokencredit.core.masked import Reduce
 from tokencredit.core.prefix_baseline import fit_prefixes, prefix_moments
 from tokencredit.errors import ConfigError
 from tokencredit.runs.jsonl import read_object
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch, Prompts
@@ -42,6 +43,8 @@ FORGET = 0.6
 """Factor on the weight of earlier batches, at each new one: the policy moves."""
 FORGET_SHARE = 0.8
 """The same in the critic's share, which changes slowly."""
+CLEARLY = 0.95
+"""An end of prefixes is kept if it leaves at most this part of the squared error; by chance it is 0.97 to 1.03."""
 CANDIDATES = tuple(product((4.0, 32.0), (3.0, 30.0, 300.0)))
 """Widths and priors to choose from, by their errors on earlier batches; the first one is the first batch's."""
 
@@ -157,13 +160,37 @@ def work(model: PreTrainedModel) -> int:
     return weights_in(model.parameters()) - (0 if tied else int(embedding.numel()))
 
 
+class Ended(NamedTuple):
+    """Scores of prefixes with a token after them, at which a text may end."""
+
+    end: list[int]
+    scores: Tensor
+
+
+def usual_end(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, reduce: Reduce) -> list[int]:
+    """The token at which most completions that ended by themselves do, special tokens left out; empty if none did."""
+    special = torch.tensor(tokenizer.all_special_ids, dtype=torch.long)
+    counts = torch.zeros(len(tokenizer), dtype=torch.float64)
+    finished = ~rollout.truncated
+    for ids, mask in zip(rollout.response_ids[finished].cpu(), rollout.mask[finished].cpu(), strict=True):
+        written = ids[mask & ~torch.isin(ids, special)]
+        counts[written[-1:]] += 1
+    counts = reduce(counts.to(rollout.mask.device))
+    return [int(counts.argmax())] if counts.any() else []
+
+
 def prefix_scores(
-    terms: Sequence[Term], prompts: PromptBatch, rollout: Rollout, tokenizer: PreTrainedTokenizerBase, every: int
+    terms: Sequence[Term],
+    prompts: PromptBatch,
+    rollout: Rollout,
+    tokenizer: PreTrainedTokenizerBase,
+    every: int,
+    end: Sequence[int] = (),
 ) -> Tensor:
     """Score of the text before each token, `[batch, time]`: the weighted sum of the terms with `prefix`.
 
     Every `every`-th prefix is scored, and the tokens up to the next one have its score; equal prefixes are scored once.
-    Raises as `score`.
+    The tokens of `end` follow each prefix that does not end with them. Raises as `score`.
     """
     lengths = rollout.response_lengths().tolist()
     starts = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
@@ -184,6 +211,7 @@ def prefix_scores(
     # Their texts, and what a function may take by name: the columns of the data set, and the token ids.
     detokenizers = {prompt: Detokenizer(tokenizer, prompt) for prompt in dict.fromkeys(starts)}
     ids = [responses[row][:start] for row, start in distinct]
+    ids = [prefix if prefix[len(prefix) - len(end) :] == list(end) else [*prefix, *end] for prefix in ids]
     texts = [detokenizers[starts[row]].text(prefix) for (row, _), prefix in zip(distinct, ids, strict=True)]
     chosen = prompts.select([row for row, _ in distinct])
     columns = {**chosen.columns, "completion_ids": ids}
@@ -205,7 +233,11 @@ class PrefixFit:
 
         share = Σ u e / Σ u², within 0 and 1, and 0 before the first batch
 
+    A reward model that learned from whole texts may read a prefix's last words only once the text has ended. So the
+    fit tries a token at which texts end after each prefix, and keeps it if that tells the returns better.
+
     Attributes:
+        end: the token after each prefix whose score is fitted, empty for none; None before one was tried.
         weight: weight of a new batch's completions; below 1 in an audit, whose batch is larger than the run's.
     """
 
@@ -214,6 +246,7 @@ class PrefixFit:
         self.moments = torch.zeros(5, time, dtype=torch.float64, device="cpu")
         self.errors = torch.zeros(len(CANDIDATES), dtype=torch.float64, device="cpu")
         self.critic = torch.zeros(2, dtype=torch.float64, device="cpu")  # Σ u e and Σ u²
+        self.end: list[int] | None = None
         self.weight = 1.0
 
     def values(self, scores: Tensor, returns: Tensor, mask: Tensor, first: int, reduce: Reduce) -> Tensor:
@@ -243,6 +276,16 @@ class PrefixFit:
         self.moments, self.errors = total, FORGET * self.errors + self._sum(squares, device, reduce)
         return values[best].to(device, torch.float32)
 
+    def try_end(self, ended: Ended, scores: Tensor, *batch: Any) -> None:
+        """Keep the end of prefixes if it tells this batch's returns clearly better; other arguments as in `values`."""
+        fits = [PrefixFit(self.moments.shape[1]) for _ in range(2)]
+        for fit, x in zip(fits, (ended.scores, scores), strict=True):
+            fit.weight = self.weight
+            fit.values(x, *batch)
+        self.end = []
+        if fits[0].errors.min() < CLEARLY * fits[1].errors.min():
+            self.end, self.moments, self.errors = ended.end, fits[0].moments, fits[0].errors
+
     @property
     def share(self) -> float:
         """Share of the critic's outputs in the values."""
@@ -266,21 +309,32 @@ class PrefixFit:
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
         reached = self.moments[:, : int(self.moments.any(0).sum())]  # later positions had no completions
-        return {"moments": reached.tolist(), "errors": self.errors.tolist(), "critic": self.critic.tolist()}
+        sums = {"moments": reached, "errors": self.errors, "critic": self.critic}
+        return {name: x.tolist() for name, x in sums.items()} | {"end": self.end}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         moments, self.errors, self.critic = (
             torch.tensor(state[name], dtype=torch.float64, device="cpu") for name in ("moments", "errors", "critic")
         )
-        self.moments = resized(moments, self.moments.shape[1])
+        self.moments, self.end = resized(moments, self.moments.shape[1]), state["end"]
+
+
+def end_event(fit: PrefixFit, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """A line for the record that says what follows prefixes, by the name "end"; empty if nothing does."""
+    if not fit.end:
+        return {}
+    end = visible(tokenizer.decode(fit.end))
+    return {
+        "end": f"prefixes are scored with {end!r} after them, as most completions end: so they tell more of returns"
+    }
 
 
 def save_fit(folder: Path, fit: PrefixFit, every: int) -> None:
     """Write what gives values to scores of prefixes into a critic's folder."""
     alpha, beta = fit.coefficients()
-    text = json.dumps({"every": every, "alpha": alpha.tolist(), "beta": beta.tolist(), "share": fit.share})
-    (folder / FIT_FILE).write_text(text, encoding="utf-8")
+    fitted = {"every": every, "end": fit.end or [], "alpha": alpha.tolist(), "beta": beta.tolist(), "share": fit.share}
+    (folder / FIT_FILE).write_text(json.dumps(fitted), encoding="utf-8")
 
 
 def fitted_values(
@@ -291,7 +345,7 @@ def fitted_values(
     Past the fit's end they have its last α and β.
     """
     fit = read_object(folder / FIT_FILE, (folder / FIT_FILE).read_bytes())
-    scores = prefix_scores(terms, prompts, rollout, tokenizer, fit["every"])
+    scores = prefix_scores(terms, prompts, rollout, tokenizer, fit["every"], fit["end"])
     at = torch.arange(scores.shape[1]).clamp(max=len(fit["alpha"]) - 1)
     alpha, beta = (torch.tensor(fit[name])[at].to(scores.device) for name in ("alpha", "beta"))
     share: float = fit["share"]
