@@ -7,7 +7,7 @@ import torch
 
 from helpers.in_step import in_two
 from tokencredit.core.masked import explained_variance
-from tokencredit.text.data.prefixes import FOLDS, PrefixFit
+from tokencredit.text.data.prefixes import FOLDS, Ended, PrefixFit
 
 
 def alone(x):
@@ -79,6 +79,22 @@ def test_the_state_goes_through_json_and_longer_batches_follow():
     scores, returns = batch(time=9, seed=3)
     mask = torch.ones_like(scores, dtype=torch.bool)
     assert torch.equal(fit.values(scores, returns, mask, 0, alone), copy.values(scores, returns, mask, 0, alone))
+
+
+@pytest.mark.parametrize(("noise", "kept"), [(0.5, [7]), (0.005, [])])
+def test_an_end_is_kept_if_scores_with_it_tell_the_returns_clearly_better(noise, kept):
+    scores, returns = batch()
+    mask = torch.ones_like(scores, dtype=torch.bool)
+    late = scores + noise * torch.randn(scores.shape, generator=torch.Generator().manual_seed(4))
+    given, fit, ended = (returns, mask, 0, alone), PrefixFit(9), PrefixFit(9)
+    fit.values(late, *given)
+    fit.try_end(Ended([7], scores), late, *given)
+    assert fit.end == kept
+    ended.values(scores if kept else late, *given)
+    copy = PrefixFit(9)
+    copy.load_state_dict(json.loads(json.dumps(fit.state_dict())))
+    assert copy.end == kept
+    assert torch.equal(copy.values(scores, *given), ended.values(scores, *given))
 
 
 def test_the_share_of_the_critic_is_the_slope_of_what_is_left_on_its_outputs():

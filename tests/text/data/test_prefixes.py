@@ -14,7 +14,7 @@ from tokencredit.settings.data import EnvironmentConfig, FunctionTerm
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig
-from tokencredit.text.data.prefixes import choose_spacing, prefix_scores
+from tokencredit.text.data.prefixes import choose_spacing, prefix_scores, usual_end
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rollout_passes import rollout_values
@@ -94,6 +94,30 @@ def test_the_classifier_of_a_configuration_gives_values_and_lambda(tmp_path):
     expected = [float(a + b * s + share * r) for a, b, s, r in zip(alpha, beta, scores, rest, strict=False)]
     assert values == pytest.approx(expected, abs=1e-4)
     assert max(values) - min(values) > 0.01
+
+
+def test_prefixes_of_a_reward_that_reads_whole_texts_are_scored_with_their_end(tmp_path, capsys):
+    def of_whole(completions, **columns):
+        return [float(len(text.split()[0])) if text.endswith(".") else 5.0 for text in completions]
+
+    rollout = RolloutConfig(batch_size=32, max_new_tokens=24)
+    trainer = trainer_of(tmp_path / "run", Term("whole", 1.0, of_whole, prefix=True), rollout=rollout)
+    batch, tokenizer = trainer.collect(), trainer.tokenizer
+    (stop,) = usual_end(batch.rollout, tokenizer, lambda counts: counts)
+    assert tokenizer.decode([stop]) == "."
+    assert batch.ended.end == [stop]
+    ids = batch.rollout.response_ids[0].tolist()
+    number = ids.index(stop)  # of the first sentence
+    assert number > 2
+    found = [float(scores[0, number]) for scores in (batch.prefixes, batch.ended.scores)]
+    assert found == [5.0, *of_whole([tokenizer.decode(ids[:number]) + "."])]
+    trainer.credit.give(batch)
+    assert trainer.credit.prefixes.end == [stop]
+    again = trainer.pipeline.scored(batch, rollout, values=True)
+    assert again.ended is None, "it is tried once"
+    torch.testing.assert_close(again.prefixes, batch.ended.scores)
+    trainer.collect()
+    assert "prefixes are scored with '.' after them" in capsys.readouterr().out
 
 
 def test_scores_of_prefixes_that_nobody_gives_or_reads_are_refused(tmp_path):

@@ -324,10 +324,8 @@ def end_event(fit: PrefixFit, tokenizer: PreTrainedTokenizerBase) -> dict[str, s
     """A line for the record that says what follows prefixes, by the name "end"; empty if nothing does."""
     if not fit.end:
         return {}
-    end = visible(tokenizer.decode(fit.end))
-    return {
-        "end": f"prefixes are scored with {end!r} after them, as most completions end: so they tell more of returns"
-    }
+    end = visible(str(tokenizer.decode(fit.end)))
+    return {"end": f"prefixes are scored with {end!r} after them, as completions end: so they tell more of the returns"}
 
 
 def save_fit(folder: Path, fit: PrefixFit, every: int) -> None:
