@@ -37,10 +37,12 @@ def gpt2(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any]
     return {"model_type": "gpt2", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, **sizes, **ends}
 
 
-def qwen3(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocabulary: int) -> dict[str, Any]:
+def qwen3(
+    layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, head_dim: int = 64
+) -> dict[str, Any]:
     """A Qwen3 of these sizes."""
     sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "vocab_size": vocabulary}
-    sizes |= {"num_key_value_heads": kv_heads, "head_dim": 64, "intermediate_size": mlp}
+    sizes |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "intermediate_size": mlp}
     return {"model_type": "qwen3", "max_position_embeddings": 2048, "tie_word_embeddings": True, **sizes}
 
 
@@ -58,6 +60,7 @@ MODELS = {
         "query_pre_attn_scalar": 64,
     },
     "mixtral": {**qwen3(4, 256, 4, 2, 512, 16_000), "model_type": "mixtral", "num_local_experts": 4},
+    "layer": qwen3(1, 5120, 40, 8, 17_408, 2_000, head_dim=128),
     "neox": {**qwen3(6, 384, 6, 6, 1_536, 20_000), "model_type": "gpt_neox", "max_position_embeddings": 1024},
 }
 RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
@@ -143,6 +146,25 @@ RUNS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
         32,
         {"rollout.batch_size": 24, "rollout.max_new_tokens": 96, "kl.place": "loss", "kl.estimator": "full"},
     ),
+    **{
+        f"one layer of Qwen3-14B, {kind}, LoRA{', critic.lora' * (len(critic) > 0)}": (
+            "layer",
+            1,
+            16,
+            {
+                "rollout.batch_size": 8,
+                "rollout.max_new_tokens": 24,
+                "ppo.micro_batch_tokens": 80,
+                "model.gradient_checkpointing": True,
+                "model.lora.rank": 16,
+                "model.quantization": kind,
+                "critic.head": "linear",
+                **critic,
+            },
+        )
+        for kind in ("nf4", "int8")
+        for critic in ({}, {"critic.kind": "separate", "critic.lora.rank": 16})
+    },
     "2 processes": ("medium", 2, 32, {"rollout.batch_size": 16, "rollout.max_new_tokens": 96}),
     "2 processes, sharded": (
         "medium",

@@ -1,6 +1,8 @@
 """Errors a user can fix: the message says all, so no traceback is shown."""
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
@@ -48,6 +50,17 @@ class ProcessLost(RuntimeError):
 
 class RunComplete(ConfigError):
     """A run to be resumed that has done all its iterations."""
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """A context in which the message of a `ConfigError` begins with the key of the setting that it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        if not str(error).startswith(key):
+            error.args = (f"{key}: {error}",)
+        raise
 
 
 def quoted(value: object) -> str:

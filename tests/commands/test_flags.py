@@ -34,10 +34,11 @@ def read(*arguments):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_flag_for_a_text_holds_that_text(text):
-    for key in ("prompts.text", "eval.text", "model.name", "prompts.template"):
+def test_a_flag_for_a_text_holds_that_text_and_null_is_none_where_it_may_be(text):
+    for key in ("prompts.text", "eval.text", "model.name", "prompts.template", "critic.name"):
         group, _, name = key.partition(".")
-        assert read(f"--{key}", text) == read(f"--{key}={text}") == {group: {name: text}}
+        value = None if text == "null" and key != "model.name" else text
+        assert read(f"--{key}", text) == read(f"--{key}={text}") == {group: {name: value}}
     assert read("--rollout.stop+", text)["rollout"]["stop"] == [text] or text == "[INST]", "one more of a list"
 
 

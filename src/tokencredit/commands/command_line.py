@@ -274,7 +274,7 @@ def _choices(option: Any) -> tuple[str, ...]:
 
 
 def value_of(hint: Any, key: str, text: str) -> Any:
-    """The value of a flag: for a text the characters as they are, else YAML.
+    """The value of a flag: for a text the characters as they are, or None for `null` if the key may be null; else YAML.
 
     Raises:
         ConfigError: it is a group, and the text holds no keys.
@@ -286,8 +286,7 @@ def value_of(hint: Any, key: str, text: str) -> Any:
     lists = [option for option in options if get_origin(option) is list]
     listed = bool(lists) and re.match(r"\s*\[\s*[\"']" if texts else r"\s*\[", text)
     if (texts or list[str] in lists) and not listed:
-        choices = [choice for option in options for choice in _choices(option)]
-        return None if NoneType in options and text == "null" and (choices or not texts) else text
+        return None if NoneType in options and text == "null" else text
     try:
         value = load_yaml(text)
     except yaml.YAMLError:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import is_sharded
-from tokencredit.errors import ConfigError, EngineLost
+from tokencredit.errors import ConfigError, EngineLost, naming
 from tokencredit.learn import rng
 from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.experience import Experience
@@ -113,9 +113,8 @@ class PPOTrainer(LoopByHand, Trainer):
             args = replace(args, model=replace(args.model, name=name))
         rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "tools": tools or None}
         loaded = {"model": None if isinstance(model, str) else model, "processing_class": processing_class}
-        others = {"environment_factory": environment_factory, "peft_config": peft_config}
-        own = {"callbacks": callbacks or None} | loaded
-        given = given_parts(args, {"reward_funcs": reward_funcs} | rows | others | own)
+        others = {"environment_factory": environment_factory, "peft_config": peft_config, "reward_funcs": reward_funcs}
+        given = given_parts(args, rows | others | loaded | {"callbacks": callbacks or None})
         refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.loaded = load_parts(args)  # with a user's functions in place of their names
         self.processes = Processes(args.run.timeout)
@@ -125,7 +124,8 @@ class PPOTrainer(LoopByHand, Trainer):
             environments = setup.environments_of(args, environment_factory, tools)
             terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
             sharding = Sharding.of(args, self.processes)
-            lm, self.tokenizer = run_models.load_start(args.model, model, processing_class, sharding)
+            with naming("model.name" if model is None else "model"):
+                lm, self.tokenizer = run_models.load_start(args.model, model, processing_class, sharding)
             precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
             replace(args, model=replace(args.model, dtype=precision.dtype))  # checked with the dtype that `auto` picks
             prepared = setup.prepare_rows(args, lm, self.tokenizer, environments, train_dataset, eval_dataset)

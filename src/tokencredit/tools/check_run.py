@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, NotInstalled, RunStopped
+from tokencredit.errors import ConfigError, NotInstalled, RunStopped, naming
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.summary import figure, shortened
 from tokencredit.runs.trackers import Trackers
@@ -112,7 +112,8 @@ def check_model(known: Known) -> Lines:
     """Configuration and tokenizer of the policy, and of a critic by name."""
     model, critic = known.config.model, known.config.critic.name
     lm_config = base_config(model)
-    known.tokenizer = load_tokenizer(model)
+    with naming("model.name"):
+        known.tokenizer = load_tokenizer(model)
     known.lm = cast(Any, SimpleNamespace(config=lm_config))
     yield "ok", f"{model.name}, {lm_config.model_type}, a tokenizer of {len(known.tokenizer):,} tokens"
     if critic is not None:

@@ -1,9 +1,12 @@
 """A separate critic as a second adapter on the policy's frozen base."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from helpers.files import read_metrics
@@ -15,7 +18,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.engines.plain_weights import plain_weights
 from tokencredit.text.models.adapters import CRITIC
 from tokencredit.text.models.model_checks import example_inputs
-from tokencredit.text.models.run_models import build_policy, load_start, merged
+from tokencredit.text.models.run_models import build_policy, load_start, merged, save_policy
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.load_run import load
 
@@ -140,6 +143,52 @@ def test_a_critic_that_could_not_be_loaded_again_or_reads_another_base_is_refuse
     name = str(model_folders["llama"])
     with pytest.raises(ConfigError, match=rf"critic\.lora\.rank is 2, and critic\.name is '{name}'"):
         policy_of(model_folders["llama"], replace(ADAPTER, name=name))
+
+
+def test_a_value_head_beside_an_adapter_reads_a_copy_of_that_adapter(model_folders, tmp_path):
+    import peft
+
+    lm = AutoModelForCausalLM.from_pretrained(model_folders["llama"]).eval()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    own = peft.get_peft_model(lm, config)
+    own.save_pretrained(tmp_path)
+    weight = torch.linspace(-1, 1, lm.config.hidden_size)[None]
+    save_file({"v_head.summary.weight": weight}, tmp_path / "value_head.safetensors")
+    args, critic = ModelConfig(name=str(tmp_path)), replace(ADAPTER, init="saved", prefix_every=0)
+    with pytest.raises(ConfigError, match=r"critic\.lora\.rank is 2, and the critic saved in .* has rank 4; give that"):
+        build_policy(*load_start(args), args, critic)
+    policy, notes = build_policy(*load_start(args), args, replace(critic, lora=LoraConfig(rank=4)))
+    assert notes[0].startswith("the critic begins with the values of v_head.summary.weight")
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    expected = own(ids, output_hidden_states=True).hidden_states[-1] @ weight[0]
+    inputs = {"prompt_ids": ids[:, :2], "response_ids": ids[:, 2:]}
+    inputs |= {"prompt_mask": torch.ones(1, 2, dtype=torch.bool), "mask": torch.ones(1, 3, dtype=torch.bool)}
+    torch.testing.assert_close(policy.critic_outputs(inputs).values, expected[:, 1:4], atol=1e-4, rtol=1e-4)
+
+
+def test_the_base_of_a_saved_critic_is_told_by_its_weights(model_folders, tmp_path):
+    """Whatever folder it lies in."""
+    first = policy_of(model_folders["llama"])
+    save_policy(
+        tmp_path / "policy", first, load_start(ModelConfig(name=str(model_folders["llama"])))[1], tmp_path / "critic"
+    )
+    again = replace(ADAPTER, init="saved", head="mlp")
+    for name, other in (("copy", False), ("other", True)):
+        base = shutil.copytree(model_folders["llama"], tmp_path / name)
+        if other:
+            changed = load_file(base / "model.safetensors")
+            changed["model.norm.weight"] += torch.rand(changed["model.norm.weight"].shape)
+            save_file(changed, base / "model.safetensors", {"format": "pt"})
+        config = json.loads((tmp_path / "policy" / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = str(base)
+        (tmp_path / "policy" / "adapter_config.json").write_text(json.dumps(config))
+        args = ModelConfig(name=str(tmp_path / "policy"))
+        if not other:
+            _, notes = build_policy(*load_start(args), args, again)
+            assert notes == [f"the critic continues from the one saved in {tmp_path / 'critic'}"]
+        else:
+            with pytest.raises(ConfigError, match=r"has the base '.*other', other weights; set critic\.init: zeros"):
+                build_policy(*load_start(args), args, again)
 
 
 def test_a_model_is_trained_again_with_a_new_critic(model_folders):

@@ -17,11 +17,11 @@ from transformers.activations import NewGELUActivation
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.data.hub import upload
+from tokencredit.text.models.architecture import fuse_gelu
 from tokencredit.text.models.model_checks import check_policy
 from tokencredit.text.models.model_loading import (
     check_language_model,
     end_ids,
-    fuse_gelu,
     load_language_model,
     max_prompt_length,
     resolve,

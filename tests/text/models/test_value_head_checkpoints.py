@@ -5,18 +5,22 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from helpers.files import read_metrics
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.learn.value_heads import ScaledHead
-from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
+from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.model_loading import load_language_model
-from tokencredit.text.models.run_models import build_policy
+from tokencredit.text.models.run_models import build_policy, save_policy
+from tokencredit.text.ppo_trainer import PPOTrainer
 
 WIDTH = 32
 WEIGHT, BIAS = torch.linspace(-1, 1, WIDTH)[None], torch.tensor([0.25])
@@ -83,6 +87,79 @@ def test_a_checkpoint_with_a_value_head_loses_and_invents_nothing(weights, head,
     own = policy.critic.trunk(input_ids=IDS).last_hidden_state
     torch.testing.assert_close(values(policy, own), expected(original), atol=1e-5, rtol=1e-5)
     assert not caplog.records
+
+
+def test_a_runs_first_values_are_the_heads(checkpoint, tmp_path):
+    folder = checkpoint(lambda own: own | HEAD)
+    keys = {
+        "model.name": str(folder),
+        "critic.prefix_every": 0,
+        "model.dtype": "float32",
+        "run.dir": str(tmp_path / "run"),
+    }
+    keys |= {"prompts.text": ["A film", "The actors were"], "reward": [{"function": "length"}]}
+    trainer = PPOTrainer(args=PPOConfig.from_dict(keys | {"rollout.batch_size": 4, "rollout.max_new_tokens": 5}))
+    batch, experience = trainer.credit.give(trainer.collect())
+    rollout, model = batch.rollout, AutoModelForCausalLM.from_pretrained(folder).eval()
+    for row in range(4):
+        ids = torch.cat(
+            [rollout.prompt_ids[row][rollout.prompt_mask[row]], rollout.response_ids[row][rollout.mask[row]]]
+        )
+        states = model(ids[None], output_hidden_states=True).hidden_states[-1][0]
+        length = int(rollout.mask[row].sum())
+        wanted = (states @ WEIGHT[0] + BIAS)[-length - 1 : -1].detach()
+        torch.testing.assert_close(rollout.values[row, :length], wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(experience.values, rollout.values)
+    trainer.train()
+    assert read_metrics(tmp_path / "run")[0]["iteration"] == 1
+
+
+def test_a_hub_ids_value_head_is_read_and_its_base_keeps_its_id(model_folders, tmp_path, monkeypatch, caplog):
+    """From the cache, beside an adapter and in a model's weights."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def cached(name):
+        (tmp_path / f"models--org--{name}" / "refs").mkdir(parents=True)
+        (tmp_path / f"models--org--{name}" / "refs" / "main").write_text("abc")
+        return tmp_path / f"models--org--{name}" / "snapshots" / "abc"
+
+    shutil.copytree(model_folders["llama"], cached("base"))
+    args = ModelConfig(name="org/base", lora=LoraConfig(rank=2))
+    critic = CriticConfig(kind="separate", lora=LoraConfig(rank=2))
+    lm, tokenizer = load_language_model(args)
+    policy, _ = build_policy(lm, tokenizer, args, critic)
+    for name in (adapter := cached("adapter"), tmp_path / "again"):
+        save_policy(name, policy, tokenizer, beside=tmp_path / "critic")
+        for folder in (name, tmp_path / "critic"):
+            assert peft.PeftConfig.from_pretrained(folder).base_model_name_or_path == "org/base"
+        args = ModelConfig(name=str(adapter))
+        policy, (note,) = build_policy(*load_language_model(args), args, replace(critic, name=str(tmp_path / "critic")))
+        assert note.startswith("the critic continues from the one saved in")
+    save_file(HEAD, adapter / "value_head.safetensors")
+    shutil.copytree(model_folders["gpt2"], whole := cached("whole"))
+    for layer, file in (("v_head", "model"), ("value_head", "model")):
+        weights = load_file(whole / f"{file}.safetensors") | {f"{layer}.weight": WEIGHT, f"{layer}.bias": BIAS}
+        save_file(weights, whole / f"{file}.safetensors", {"format": "pt"})
+    for name, layer in (("org/adapter", "v_head.summary"), ("org/whole", "v_head")):
+        _, (note,) = built(name)
+        assert note.startswith(f"the critic begins with the values of {layer}.weight")
+    assert not caplog.records
+
+
+def test_a_model_that_cannot_be_loaded_is_named_with_its_key(model_folders, tmp_path):
+    shutil.copytree(model_folders["gpt2"], broken := tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    keys = {"prompts.text": "A film", "reward": [{"function": "length"}], "critic.kind": "separate"}
+    for model, critic, start in (
+        (broken, None, r"^model\.name: cannot load"),
+        (model_folders["gpt2"], broken, r"^critic\.name: cannot load"),
+        (model_folders["gpt2"], tmp_path, r"^critic\.name: .* is not a model folder"),
+    ):
+        given = {"model.name": str(model), "critic.name": critic and str(critic), "run.dir": str(tmp_path / "run")}
+        with pytest.raises(ConfigError, match=start):
+            PPOTrainer(args=PPOConfig.from_dict(keys | given))
 
 
 def test_a_reward_models_score_head_is_the_start_of_the_value_head(model_folders, tmp_path):

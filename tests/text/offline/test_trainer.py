@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 import tokencredit as tc
@@ -348,10 +348,29 @@ def test_a_reward_models_adapter_scores_as_trained_and_above_a_merged_one_is_sav
         own, ids = trainer.model.lm.eval(), torch.tensor([[5, 6, 7, 8]])
         saved.config.pad_token_id = own.config.pad_token_id
         torch.testing.assert_close(saved(ids).logits, own(ids).logits, atol=1e-5, rtol=1e-4)
+    before, _ = load(name := str(tmp_path / "adapter_model" / "reward_model"), "cpu")
+    own = {"model.name": name, "run": {"dir": str(tmp_path / "again"), "iterations": 1}}
+    again = OfflineTrainer(RewardModelConfig.from_dict(settings(tmp_path / "again", **own)), train_dataset=preferences)
+    assert any("is merged, and its score head is trained further" in note for note in again.notes)
+    before.config.pad_token_id = again.model.lm.config.pad_token_id
+    torch.testing.assert_close(again.model.lm(ids).logits, before(ids).logits, atol=1e-5, rtol=1e-4)
     changes = {"model.name": str(tmp_path / "sft"), "model.lora.rank": 2, "model.quantization": "nf4"}
     config = RewardModelConfig.from_dict(settings(tmp_path / "run", **changes))
     with pytest.raises(ConfigError, match=r"model\.quantization is nf4, and .* is an adapter, which is merged"):
         OfflineTrainer(config, train_dataset=preferences)
+
+
+def test_a_reward_model_begins_with_a_value_head(model_folders, preferences, tmp_path):
+    folder = shutil.copytree(model_folders["gpt2"], tmp_path / "model")
+    weight = torch.linspace(-1, 1, 32)[None]
+    save_file(
+        {"v_head.summary.weight": weight, "v_head.summary.bias": torch.ones(1)}, folder / "value_head.safetensors"
+    )
+    config = RewardModelConfig.from_dict(settings(tmp_path / "run", **{"model.name": str(folder)}))
+    trainer = OfflineTrainer(config, train_dataset=preferences)
+    assert any("the score head begins with v_head.summary.weight of" in note for note in trainer.notes)
+    assert torch.equal(trainer.model.lm.score.weight, weight)
+    assert trainer.model.lm.score.bias is None
 
 
 def test_a_quantised_start_without_an_adapter_is_refused_in_one_message(model_folders, tokenizer, answers, tmp_path):

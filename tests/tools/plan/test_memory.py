@@ -9,7 +9,9 @@ from transformers import AutoConfig
 
 from helpers.proofs import proofs
 from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.errors import ConfigError
 from tokencredit.learn.state import trainable
+from tokencredit.text.models.precision import BITS
 from tokencredit.tools.plan.memory import LiveMemory, measure, update_parts
 from tokencredit.tools.plan.passes import SkeletonPasses
 from tokencredit.tools.plan.plan import make_plan
@@ -85,6 +87,34 @@ def test_the_tensors_of_a_run_have_the_planned_sizes(settings, tmp_path):
     own = 0 if reference is trainer.policy else sum(p.nbytes for p in reference.parameters())
     assert own == kept["reference"]
     assert sum(p.numel() for p in trainable(trainer.policy)) == plan.sizes.trained
+
+
+def test_a_folder_that_comes_quantised_is_planned_as_one_that_the_setting_quantises(tmp_path):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    saved = {"quant_method": "bitsandbytes"} | four
+    AutoConfig.for_model("llama", **SIZES, **WIDER, quantization_config=saved).save_pretrained(tmp_path / "saved")
+    given = {
+        "rollout.batch_size": 2,
+        "rollout.max_new_tokens": 4,
+        "ppo.minibatches": 1,
+        "model.name": str(tmp_path / "saved"),
+    }
+    by_setting = family(
+        "llama", tmp_path, given | {"model.quantization": "nf4", "model.lora.rank": 4, "model.name": str(tmp_path)}
+    )
+    by_folder = work_of(given | {"model.lora.rank": 4}, prompt_tokens=12)
+    assert measure(by_folder).parts["kept"] == measure(by_setting).parts["kept"]
+    codes, state = functional.quantize_4bit(torch.randn(512, 512), quant_type="nf4", compress_statistics=True)
+    scales = state.absmax.nbytes + state.state2.absmax.nbytes
+    assert codes.nbytes + scales == 512 * 512 * BITS["nf4"] / 8
+    for more, message in (
+        ({}, "are quantised, and only an adapter can be trained on them"),
+        ({"model.lora.rank": 4, "model.quantization": "int8"}, "are quantised already; leave it out"),
+        ({"model.lora.rank": 4, "model.compile": True}, r"model\.compile is true"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            measure(work_of(given | more, prompt_tokens=12))
 
 
 def test_a_growing_cache_has_the_capacity_of_a_real_one(tmp_path):

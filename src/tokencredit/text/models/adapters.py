@@ -18,6 +18,7 @@ from tokencredit.distributed.sharding import is_sharded, whole
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.text.models.architecture import weight_hash
+from tokencredit.text.models.model_loading import same_weights
 from tokencredit.text.models.peft_models import (
     ADAPTER_NAME,
     ADAPTER_WEIGHTS,
@@ -26,6 +27,7 @@ from tokencredit.text.models.peft_models import (
     attach,
     attached,
     check_kind,
+    name_base,
     on_head,
     peft_errors,
     peft_library,
@@ -93,10 +95,10 @@ class AdapterSwitch:
         base = str(getattr(self.lm, "name_or_path", ""))
         if saved is not None and config.r != args.rank:
             raise ConfigError(f"{key}, and the critic saved in {saved} has rank {config.r}; give that, or critic.init")
-        if saved is not None and base and config.base_model_name_or_path not in (None, "", base):
+        if saved is not None and base and not same_weights(config.base_model_name_or_path or base, base):
             raise ConfigError(
                 f"the critic saved in {saved} is an adapter of {config.base_model_name_or_path!r}, and that of the "
-                f"policy has the base {base!r}; set critic.init: zeros to start a new one"
+                f"policy has the base {base!r}, other weights; set critic.init: zeros to start a new one"
             )
         trained = {name for name, p in self.lm.named_parameters() if p.requires_grad}
         with peft_errors("critic.lora cannot be used"):
@@ -115,11 +117,14 @@ class AdapterSwitch:
 
     def save_named(self, folder: Path, name: str) -> None:
         """Write one of the adapters as a PEFT folder."""
+        config = self.model.peft_config[name]
+        config.base_model_name_or_path = self.lm.name_or_path or config.base_model_name_or_path  # PEFT looks there
         self.model.save_pretrained(folder, selected_adapters=[name], state_dict=self._state())
         if name != ADAPTER_NAME:  # PEFT writes a named adapter to a subfolder
             for file in (folder / name).iterdir():
                 file.replace(folder / file.name)
             (folder / name).rmdir()
+        name_base(folder)
 
     def _state(self) -> dict[str, Tensor]:
         """The model's tensors other than sharded ones, which PEFT would gather in all processes, and then drop."""

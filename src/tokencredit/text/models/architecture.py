@@ -1,4 +1,4 @@
-"""Find the parts of a Transformers language model: trunk, layers, attention, width."""
+"""Find the parts of a Transformers language model, trunk, layers, attention, width, and change them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError
 
@@ -109,3 +110,15 @@ def attention_of(trunk: nn.Module) -> list[nn.Module]:
 def weight_hash(weight: Tensor) -> int:
     """A hash of a weight, to detect changes."""
     return int(torch.hash_tensor(weight).view(torch.int64))
+
+
+def fuse_gelu(model: nn.Module) -> None:
+    """Replace Transformers' tanh-approximated GELU, eight operations, by PyTorch's fused one, in place.
+
+    Both compute x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))); the fused one takes half the time and saves one tensor for
+    the backward pass instead of four.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))

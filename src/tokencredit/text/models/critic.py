@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 
 from tokencredit.core.losses import histogram_values
 from tokencredit.distributed.sharding import is_sharded
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, naming
 from tokencredit.learn.objective import CriticOutputs
 from tokencredit.learn.state import trainable
 from tokencredit.learn.value_heads import HistogramHead, ScaledHead
@@ -32,6 +32,7 @@ from tokencredit.text.models.model_loading import (
     check_vocabulary,
     load_model,
     load_tokenizer,
+    local_folder,
     resolve,
 )
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, attached, merge, saved_config
@@ -174,8 +175,8 @@ class SavedCritic(NamedTuple):
 
     @property
     def adapted(self) -> bool:
-        """True if it has an adapter on the policy's base."""
-        return self.layer is None and (self.folder / ADAPTER_CONFIG).is_file()
+        """True if it reads the states of an adapter: its own or, with another library's head, its policy's."""
+        return (self.folder / ADAPTER_CONFIG).is_file()
 
 
 def critic_folder(policy: str) -> str:
@@ -194,8 +195,7 @@ def saved_critic(name: str) -> SavedCritic | None:
     Raises:
         ConfigError: a model's head is in a pickle.
     """
-    path = Path(name).expanduser()
-    if not name or not path.is_dir():
+    if (path := local_folder(name)) is None:
         return None
     places = (path, path / critic_folder("policy"), path.parent / critic_folder(path.name))
     folder = next((place for place in places if (place / HEAD_FILE).is_file()), None)
@@ -318,17 +318,18 @@ def build_trunk(
     if args.kind != "separate" or args.lora.rank:
         return None
     name, saved = args.name or model.name, saved_start(args, model)
-    own = None if saved is None else saved.trunk
-    if saved is not None and saved.adapted:
+    own, key = None if saved is None else saved.trunk, "model.name" if args.name is None else "critic.name"
+    if saved is not None and saved.adapted and saved.layer is None:
         raise ConfigError(
             f"the critic saved in {saved.folder} is an adapter; set critic.lora.rank, or critic.init: zeros"
         )
-    if own is not None:
-        trunk = load_saved_trunk(own, lm, model, sharding)
-    elif args.name is not None:
-        trunk = load_trunk(args.name, saved, model, sharding)
-    else:
+    if own is None and args.name is None:
         trunk = copied_trunk(lm, model, sharding)
+    else:
+        with naming(key):
+            loaded = None if own is None else load_saved_trunk(own, lm, model, sharding)
+            trunk = loaded or load_trunk(name, saved, model, sharding)
+            check_tokens(f"{key} is {name!r}", str(own or name), trunk, model, tokenizer)
     count = trunk.config.get_text_config().num_hidden_layers
     if own is not None and args.layers not in (None, count):
         raise ConfigError(
@@ -336,13 +337,18 @@ def build_trunk(
         )
     if (layers := layer_limit(args.layers, trunk)) is not None:
         cut_layers(trunk, layers)
-    if args.name is not None or saved is not None:
-        check_vocabulary(name, trunk, tokenizer)
-        # A critic's folder may lack a tokenizer, from which some classes would make an empty one.
-        place, files = str(own or name), ("tokenizer.json", "tokenizer_config.json")
-        if any(cached_file(resolve(place), file, _raise_exceptions_for_missing_entries=False) for file in files):
-            check_same_ids(f"critic.name is {name!r}", load_tokenizer(replace(model, name=place)), tokenizer)
     return trunk
+
+
+def check_tokens(
+    what: str, place: str, trunk: PreTrainedModel, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise `ConfigError` unless the trunk in a folder has the policy's vocabulary; `what` is the setting."""
+    check_vocabulary(place, trunk, tokenizer)
+    # A critic's folder may lack a tokenizer, from which some classes would make an empty one.
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if any(cached_file(resolve(place), file, _raise_exceptions_for_missing_entries=False) for file in files):
+        check_same_ids(what, load_tokenizer(replace(model, name=place)), tokenizer)
 
 
 def copied_trunk(lm: PreTrainedModel, model: ModelConfig, sharding: Sharding | None) -> PreTrainedModel:
@@ -366,9 +372,8 @@ def load_trunk(
     name: str, saved: SavedCritic | None, model: ModelConfig, sharding: Sharding | None = None
 ) -> PreTrainedModel:
     """Load the trunk of a model by name; `saved` is the critic that was found by that name, a head alone."""
-    if saved is not None and not any(
-        (Path(name).expanduser() / file).is_file() for file in ("config.json", ADAPTER_CONFIG)
-    ):
+    found = local_folder(name)
+    if saved is not None and found and not any((found / x).is_file() for x in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
             f"critic.name is {name!r}, and the critic in {saved.folder} has no trunk of its own, since its critic.kind "
             "was shared; give the policy that it belongs to, RUN/policy"

@@ -16,6 +16,10 @@ HEADS = ("v_head.summary", "v_head", "value_head.summary", "value_head", "score"
 WEIGHTS = ".safetensors"
 WRAPPER = "pretrained_model."
 """What TRL's value-head models may prepend to the names of weights."""
+HEAD_FILES = (f"value_head{WEIGHTS}", "value_head.bin")
+"""Files of a value head beside a model's or an adapter's weights, LLaMA-Factory's and Tokencredit's name first."""
+PICKLE = "pytorch_model.bin"
+"""TRL's file of a value head beside an adapter; beside config.json, a model's weights."""
 CONVERSION = (
     'python -c "import torch, safetensors.torch as s; s.save_file({{k: v.clone().contiguous() for k, v in '
     "torch.load({source!r}, map_location='cpu', weights_only=True).items(){chosen}}}, {target!r}, "
@@ -58,17 +62,17 @@ def head_layer(file: Path) -> str | None:
 
 
 def find_head(folder: Path) -> tuple[Path, str] | None:
-    """The file and name of another library's value or score head in a model's local folder; None if there is none.
+    """The file and name of another library's value or score head in a model's folder; None if there is none.
 
     Raises:
         ConfigError: it is in a pickle.
     """
-    for file in [folder / f"value_head{WEIGHTS}", *sorted(folder.glob(f"model*{WEIGHTS}"))]:
+    for file in [folder / HEAD_FILES[0], *sorted(folder.glob(f"model*{WEIGHTS}"))]:
         if file.is_file() and (layer := head_layer(file)) is not None:
             return file, layer
-    refuse_pickle(folder, "value_head.bin", "value_head")
-    if not (folder / "config.json").is_file():  # TRL's, beside an adapter
-        refuse_pickle(folder, "pytorch_model.bin", "value_head")
+    refuse_pickle(folder, HEAD_FILES[1], "value_head")
+    if not (folder / "config.json").is_file():
+        refuse_pickle(folder, PICKLE, "value_head")
     return None
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging as python_logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -24,7 +24,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.activations import NewGELUActivation
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
@@ -34,10 +33,10 @@ from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.run_kind import is_path
-from tokencredit.text.models.architecture import trunk_of, weight_hash
-from tokencredit.text.models.foreign_weights import HEADS, WEIGHTS, read_weights
+from tokencredit.text.models.architecture import fuse_gelu, trunk_of, weight_hash
+from tokencredit.text.models.foreign_weights import HEAD_FILES, HEADS, PICKLE, WEIGHTS, read_weights
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
-from tokencredit.text.models.precision import in_float32, quantisation, refuse_quantised, whole_weights
+from tokencredit.text.models.precision import in_float32, quantisation, saved_bits, whole_weights
 from tokencredit.text.models.sharded_loading import Sharding
 
 LOG = python_logging.getLogger("tokencredit")
@@ -93,6 +92,41 @@ def _hub_answers(name: str) -> bool:
     except Exception:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
         return False
     return True
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of a model's name or, for a hub id, of its cached copy; None if there is none.
+
+    What is read here of a hub id's files, its configuration and a value head beside the weights, is cached first.
+    """
+    if not name or is_path(name):
+        path = Path(name).expanduser()
+        return path if name and path.is_dir() else None
+    with suppress(ConfigError, OSError):
+        return _cached_copy(resolve(name))
+    return None
+
+
+@lru_cache
+def _cached_copy(name: str) -> Path | None:
+    """The folder of a hub id's cached copy, with a value head beside the weights; of a folder, itself."""
+    if Path(name).is_dir():
+        return Path(name)
+
+    def cached(*files: str) -> list[str]:
+        found = (cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in files)
+        return [file for file in found if file is not None]
+
+    own = cached("config.json") or cached(ADAPTER_CONFIG, PICKLE)
+    return Path((own + cached(*HEAD_FILES))[0]).parent
+
+
+def same_weights(one: str, other: str) -> bool:
+    """True for two names of one model, or of copies with the same weights."""
+    if one == other:
+        return True
+    folders = local_folder(one), local_folder(other)
+    return None not in folders and len({folder_digest(str(folder), (WEIGHTS,)) for folder in folders}) == 1
 
 
 def load_language_model(
@@ -153,7 +187,7 @@ def base_model(name: str, folder: str) -> str | None:
 
 def check_language_model(args: ModelConfig, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Check that a language model can be trained here, switch off its noise (dropout by `model.dropout`), return it."""
-    refuse_quantised(args.name, lm.config.to_dict())
+    saved_bits(args.name, lm.config.to_dict())  # refuses those of other libraries
     if lm.get_output_embeddings() is None or not hasattr(lm, "generation_config"):
         raise ConfigError(
             f"the model {args.name!r} is a {type(lm).__name__}, which has no projection to a vocabulary; give a causal "
@@ -198,18 +232,6 @@ def max_prompt_length(lm: PreTrainedModel, max_new_tokens: int, budget: int | No
     return min(limits.values()) - max_new_tokens if limits else None
 
 
-def fuse_gelu(model: nn.Module) -> None:
-    """Replace Transformers' tanh-approximated GELU, eight operations, by PyTorch's fused one, in place.
-
-    Both compute x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))); the fused one takes half the time and saves one tensor for
-    the backward pass instead of four.
-    """
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, NewGELUActivation):
-                setattr(module, name, nn.GELU(approximate="tanh"))
-
-
 def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """SHA-256 digests of a model's weights (`model`) and of its tokenizer (`tokenizer`)."""
     vocabulary = json.dumps(
@@ -227,7 +249,7 @@ def weights_digest(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(weights).encode()).hexdigest()
 
 
-def folder_digest(name: Any) -> str | None:
+def folder_digest(name: Any, suffixes: tuple[str, ...] = MODEL_FILES) -> str | None:
     """SHA-256 digest of the files that load a model and its tokenizer from a local folder; None for anything else.
 
     Weights count by size and `weight_hash`, which takes 0.2 s per GB where SHA-256 takes 1.5 s.
@@ -235,7 +257,7 @@ def folder_digest(name: Any) -> str | None:
     if not isinstance(name, str) or not Path(name).is_dir():
         return None
     sha = hashlib.sha256()
-    for file in sorted(path for path in Path(name).iterdir() if path.suffix in MODEL_FILES and path.is_file()):
+    for file in sorted(path for path in Path(name).iterdir() if path.suffix in suffixes and path.is_file()):
         words = file.stat().st_size // 8 if file.suffix == WEIGHTS else 0
         sha.update(f"{file.name} {file.stat().st_size} ".encode())
         if words:
@@ -277,13 +299,10 @@ def load_model(
         options |= quantisation(kind, name, args, PretrainedConfig.get_config_dict(folder)[0])
         model, loaded = read_weights(kind, folder, torch.float32, args.trust_remote_code, **options)
     check_shapes(name, loaded)
-    # The critic says what becomes of a head in a local folder.
-    heads = f"{HEADS[0]}." if Path(folder).is_dir() else ()
-    unused = [key for key in loaded["unexpected_keys"] if not key.startswith(heads)]
+    # The critic says what becomes of a value head.
+    unused = [key for key in loaded["unexpected_keys"] if key.rpartition(".")[0] not in HEADS]
     if unused and kind is AutoModelForCausalLM:
         LOG.warning("weights of %r that its model does not use: %s", name, listed(unused))
-        if any(key.startswith(HEADS[0]) for key in unused):
-            LOG.warning("a critic continues from a value head in a local folder: hf download %s --local-dir DIR", name)
     # Transformers initializes them at random. A trunk alone may lack what is not used, such as a pooler.
     if loaded["missing_keys"] and kind is AutoModelForCausalLM:
         raise ConfigError(f"{name!r} is not a causal language model: its weights lack {listed(loaded['missing_keys'])}")

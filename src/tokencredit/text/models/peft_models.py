@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.precision import dequantise, in_float32, quantised_layers
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CACHED = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
+"""The folder of a hub id's cached copy."""
 ADAPTER_NAME = "default"
 """PEFT's default name of an adapter."""
 UNSUPPORTED = {
@@ -107,6 +112,15 @@ def load_adapter(lm: PreTrainedModel, folder: str) -> None:
     if unmatched := missing + result.unexpected_keys:
         raise ConfigError(f"the adapter {folder!r} and {ADAPTER_CONFIG} do not match; on one side only: {unmatched[0]}")
     attach(lm, model)
+
+
+def name_base(folder: Path) -> None:
+    """Name the base of a saved adapter, if there is one, by its hub id rather than by the folder of its cached copy."""
+    file = folder / ADAPTER_CONFIG
+    settings = json.loads(file.read_bytes()) if file.is_file() else {}
+    if found := CACHED.fullmatch(settings.get("base_model_name_or_path") or ""):
+        settings["base_model_name_or_path"] = found[1].replace("--", "/")
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def adopt(model: Any) -> PreTrainedModel:

@@ -29,6 +29,9 @@ from tokencredit.runs.folder import read_choices
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 
+BITS = {None: 0, "nf4": 4 + 8 / 64 + 32 / 64 / 256, "int8": 8}
+"""Bits per weight by `model.quantization`. 4-bit blocks of 64 weights have a scale: of 32 bits or, as here, of 8, with
+one of 32 per 256 blocks."""
 Dtype = Literal["float32", "bfloat16"]
 CPU_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 """PyTorch's names of instruction sets with bfloat16 products: two of x86, two of ARM."""
@@ -252,16 +255,9 @@ def quantisation(kind: Any, name: str, args: ModelConfig, config: Mapping[str, A
     Raises:
         ConfigError: it is quantised by another library, both hold, or bitsandbytes is not installed.
     """
-    adaptable = kind in (AutoModelForCausalLM, AutoModelForSequenceClassification)
-    saved, own = refuse_quantised(name, config), args.quantization if adaptable else None
-    if saved and not adaptable:
-        raise ConfigError(f"the weights of {name!r} are quantised, and it is to be trained whole; give dense weights")
-    if saved and own is not None:
-        raise ConfigError(
-            f"model.quantization is {own}, and the weights of {name!r} are quantised already; leave it out"
-        )
-    if not saved and own is None:
+    if not weight_bits(kind, name, args, config):
         return {}
+    saved, own = saved_bits(name, config), args.quantization
     if find_spec("bitsandbytes") is None:
         raise NotInstalled(
             f"{name!r}, quantised," if saved else "model.quantization", "bitsandbytes", "tokencredit[quant]"
@@ -276,15 +272,33 @@ def quantisation(kind: Any, name: str, args: ModelConfig, config: Mapping[str, A
     return options
 
 
-def refuse_quantised(name: str, config: Mapping[str, Any]) -> bool:
-    """True for the configuration of a model that bitsandbytes has quantised; `ConfigError` for another library's."""
+def weight_bits(kind: Any, name: str, args: ModelConfig, config: Mapping[str, Any]) -> float:
+    """Bits per weight of the linear layers of a model, by `model.quantization` or as saved; 0 for dense ones.
+
+    Raises:
+        ConfigError: it is quantised by another library, both hold, or a class of model is not trained quantised.
+    """
+    adaptable = kind in (AutoModelForCausalLM, AutoModelForSequenceClassification)
+    saved, own = saved_bits(name, config), args.quantization if adaptable else None
+    if saved and not adaptable:
+        raise ConfigError(f"the weights of {name!r} are quantised, and it is to be trained whole; give dense weights")
+    if saved and own is not None:
+        raise ConfigError(
+            f"model.quantization is {own}, and the weights of {name!r} are quantised already; leave it out"
+        )
+    return saved or BITS[own]
+
+
+def saved_bits(name: str, config: Mapping[str, Any]) -> float:
+    """Bits per weight of a model that bitsandbytes has quantised, 0 for a dense one; `ConfigError` for others."""
     saved = config.get("quantization_config")
     if not saved:
-        return False
+        return 0
     saved = saved if isinstance(saved, Mapping) else {}
     method = str(getattr(saved.get("quant_method"), "value", saved.get("quant_method", "")))
     if method.startswith("bitsandbytes") or saved.get("load_in_4bit") or saved.get("load_in_8bit"):
-        return True
+        four = BITS["nf4"] if saved.get("bnb_4bit_use_double_quant") else 4.5
+        return BITS["int8"] if saved.get("load_in_8bit") else four
     raise ConfigError(
         f"the weights of {name!r} are quantised{f' ({method})' * bool(method)}, and an adapter can only be trained on "
         "those of bitsandbytes; give the model in float32, float16 or bfloat16, with model.quantization: nf4 or int8"

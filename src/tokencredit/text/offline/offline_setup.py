@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import (
@@ -16,24 +16,24 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, naming
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.text.models.adapters import add_adapter, enable_checkpointing, lora_config
-from tokencredit.text.models.architecture import trunk_of
+from tokencredit.text.models.architecture import fuse_gelu, trunk_of
+from tokencredit.text.models.foreign_weights import read_weights
 from tokencredit.text.models.model_loading import (
     as_config_error,
     bars_on_terminals,
     check_vocabulary,
     errors_alone,
     fingerprint,
-    fuse_gelu,
     load_language_model,
     load_tokenizer,
     resolve,
 )
-from tokencredit.text.models.peft_models import attached, check_adapted, merge, saved_config
+from tokencredit.text.models.peft_models import attached, check_adapted, merge, name_base, saved_config
 from tokencredit.text.models.precision import in_float32, quantisation
 from tokencredit.text.models.run_models import (
     build_policy,
@@ -44,7 +44,8 @@ from tokencredit.text.models.run_models import (
     save_policy,
 )
 from tokencredit.text.offline.examples import Encoder, Example, Row, examples_of, read_rows, scored_pair, split
-from tokencredit.text.rewards.reward_models import RewardModel
+from tokencredit.text.rewards.reward_models import RewardModel, take_value_head
+from tokencredit.text.rewards.reward_models import load as load_classifier
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -72,7 +73,8 @@ def load_model(args: OfflineSettings) -> Model:
     if isinstance(args, RewardModelConfig):
         return load_reward_model(args)
     settings = ModelConfig(**vars(args.model))
-    lm, tokenizer = load_start(settings)
+    with naming("model.name"):
+        lm, tokenizer = load_start(settings)
     start, notes = fingerprint(lm, tokenizer), merge_notes(settings, lm)
     policy, _ = build_policy(merged(settings, lm), tokenizer, settings, CriticConfig(kind="none"))
     check_trained(settings.name, policy)
@@ -86,36 +88,20 @@ def load_model(args: OfflineSettings) -> Model:
 def load_reward_model(args: RewardModelConfig) -> Model:
     """A classifier with one output: a language model's trunk with a new head, or a classifier's own."""
     settings = ModelConfig(**vars(args.model))
-    tokenizer = load_tokenizer(settings)
-    folder = resolve(settings.name, "policy")
-    options: dict[str, Any] = {"num_labels": 1, "trust_remote_code": settings.trust_remote_code}
-    notes, adapted = [], saved_config(folder) is not None
-    if adapted and settings.quantization is not None:
-        raise ConfigError(
-            f"model.quantization is {settings.quantization}, and {settings.name!r} is an adapter, which is merged into "
-            "dense weights; leave it out"
-        )
-    with errors_alone(), as_config_error(f"a model with a score head from {settings.name!r}"):
-        if adapted:
-            lm, tokenizer = load_language_model(settings, tokenizer)
-            config = deepcopy(lm.config)
-            config.num_labels = 1
-            model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-            notes = merge_notes(replace(settings, adapter="merge"), lm)
-            trunk_of(model).load_state_dict(trunk_of(merge(lm)).state_dict())
-        else:
-            found, _ = PretrainedConfig.get_config_dict(folder)
-            options |= quantisation(AutoModelForSequenceClassification, settings.name, settings, found)
-            model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                folder,
-                dtype=torch.float32,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
+    with naming("model.name"), errors_alone():
+        tokenizer = load_tokenizer(settings)
+        config = saved_config(resolve(settings.name))
+        adapted = config is not None
+        if adapted and settings.quantization is not None:
+            raise ConfigError(
+                f"model.quantization is {settings.quantization}, and {settings.name!r} is an adapter, which is merged "
+                "into dense weights; leave it out"
             )
-            notes = check_head(settings.name, model, loaded)
-    check_vocabulary(settings.name, model, tokenizer)
+        with as_config_error(f"a model with a score head from {settings.name!r}"):
+            of_classifier = adapted and config.task_type == "SEQ_CLS"
+            read = read_classifier_adapter if of_classifier else read_adapter if adapted else read_whole
+            model, notes = read(settings)
+        check_vocabulary(settings.name, model, tokenizer)
     in_float32(model.eval())
     fuse_gelu(model)
     disable_noise(model, dropout=True)
@@ -135,6 +121,7 @@ def load_reward_model(args: RewardModelConfig) -> Model:
             saved = deepcopy(saved).merge_and_unload()
         with bars_on_terminals():
             saved.save_pretrained(folder)
+        name_base(folder)
         tokenizer.save_pretrained(folder)
 
     steps = {"tokencredit train --reward '[{reward_model: RUN/reward_model}]'": "PPO on this reward"}
@@ -142,6 +129,45 @@ def load_reward_model(args: RewardModelConfig) -> Model:
     if not settings.lora.rank:
         model.requires_grad_(True)
     return Model(model, tokenizer, start, save, steps, notes)
+
+
+def read_classifier_adapter(settings: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+    """A reward model with its adapter merged, and its head; `ConfigError` if it has several outputs."""
+    model, _ = load_classifier(settings.name, "cpu")
+    if model.config.num_labels != 1:
+        raise ConfigError(
+            f"the adapter {settings.name!r} is a classifier's of {model.config.num_labels} labels, and a reward model "
+            "has one output; give its base model"
+        )
+    return model, [f"the adapter of {settings.name!r} is merged, and its score head is trained further"]
+
+
+def read_adapter(settings: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+    """The trunk of a language model with its adapter merged, with its value head or a new head, and notes."""
+    lm, _ = load_language_model(settings)
+    config = deepcopy(lm.config)
+    config.num_labels = 1
+    notes = merge_notes(replace(settings, adapter="merge"), lm)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    trunk_of(model).load_state_dict(trunk_of(merge(lm)).state_dict())
+    return model, notes + begin_with_value_head(settings.name, model, {"missing_keys": ["score.weight"]})
+
+
+def read_whole(settings: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+    """A classifier with its head, or the trunk of a language model with its value head or a new head, and notes."""
+    folder, kind = resolve(settings.name), AutoModelForSequenceClassification
+    options = quantisation(kind, settings.name, settings, PretrainedConfig.get_config_dict(folder)[0])
+    code = settings.trust_remote_code
+    model, loaded = read_weights(kind, folder, torch.float32, code, num_labels=1, **options)
+    return model, check_head(settings.name, model, loaded) + begin_with_value_head(settings.name, model, loaded)
+
+
+def begin_with_value_head(name: str, model: PreTrainedModel, loaded: dict[str, Any]) -> list[str]:
+    """Make a language model's value head the missing score head, and return a note; no note without one."""
+    if (head := take_value_head(name, model, loaded)) is None:
+        return []
+    cast(torch.nn.Linear, model.score).bias = None  # as saved classifiers have it; pairs do not depend on it
+    return [f"the score head begins with {head}, without its bias"]
 
 
 def check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +15,15 @@ from transformers.utils.hub import cached_file
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.model import ModelConfig
-from tokencredit.text.models.foreign_weights import HEADS, find_head, read_weights
+from tokencredit.text.models.architecture import fuse_gelu
+from tokencredit.text.models.foreign_weights import find_head, read_weights
 from tokencredit.text.models.model_loading import (
     as_config_error,
     base_model,
     check_shapes,
     errors_alone,
-    fuse_gelu,
     load_tokenizer,
+    local_folder,
     read_tokenizer,
     resolve,
 )
@@ -275,7 +275,7 @@ def load(
             _make_dense(model, number)
         else:
             model, loaded = _read_adapter(name, folder, below, number)
-    _take_value_head(folder, model, loaded)
+    take_value_head(name, model, loaded)
     _check_head(name, model, loaded)
     check_shapes(name, loaded)
     tokenizer = read_tokenizer(name, folder) if below is None else load_tokenizer(ModelConfig(name=name))
@@ -303,15 +303,16 @@ def _make_dense(model: PreTrainedModel, dtype: torch.dtype) -> None:
         torch.nn.Module.to(model, dtype)
 
 
-def _take_value_head(folder: str, model: PreTrainedModel, loaded: dict[str, Any]) -> None:
+def take_value_head(name: str, model: PreTrainedModel, loaded: dict[str, Any]) -> str | None:
     """Make a causal model's value head, read at the last token, the missing head of a classifier of one output.
 
-    It is TRL's or LLaMA-Factory's, in the model's weights or beside them.
+    It is TRL's or LLaMA-Factory's, in the model's weights or beside them. Returns its name and file, None without one.
     """
-    found = find_head(Path(folder)) if loaded["missing_keys"] else None
+    folder = local_folder(name) if loaded["missing_keys"] else None
+    found = None if folder is None else find_head(folder)
     own = getattr(model, "score", None)
     if found is None or not isinstance(own, torch.nn.Linear):
-        return
+        return None
     file, layer = found
     with safe_open(file, framework="pt") as weights:
         weight, bias = weights.get_tensor(f"{layer}.weight"), torch.zeros(1)
@@ -325,6 +326,7 @@ def _take_value_head(folder: str, model: PreTrainedModel, loaded: dict[str, Any]
     # Classifiers are read before the padding, and a text's end may be the padding token.
     model.config.get_text_config().pad_token_id = None
     loaded |= {"missing_keys": set(), "mismatched_keys": set()}
+    return f"{layer}.weight of {file}"
 
 
 def _check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> None:
@@ -338,13 +340,7 @@ def _check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) ->
     if not loaded["missing_keys"]:
         return
     missing = ", ".join(sorted(loaded["missing_keys"]))  # which Transformers initializes at random
-    heads = [key for key in sorted(loaded["unexpected_keys"]) if key.startswith(HEADS)]
-    if not heads:
-        raise ConfigError(f"{name!r} is not a sequence classifier: its weights lack {missing}")
-    raise ConfigError(
-        f"{name!r} is a causal language model with a value head ({', '.join(heads)}), which is read from a "
-        f"local folder; download it (hf download {name} --local-dir DIR), and give DIR"
-    )
+    raise ConfigError(f"{name!r} is not a sequence classifier: its weights lack {missing}")
 
 
 def may_share(model: PreTrainedModel) -> bool:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tokencredit.core.masked import Reduce, inverse_deviation
 from tokencredit.distributed.processes import restored
-from tokencredit.errors import ConfigError, quoted
+from tokencredit.errors import ConfigError, naming, quoted
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.text.models.model_loading import read_tokenizer
 from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term, WrongShape, start_call, start_early
@@ -61,10 +61,8 @@ def _named_terms(
     """A term of each entry, no two of one name."""
     terms: list[Term] = []
     for number, entry in enumerate(entries):
-        try:
+        with naming(f"{key}[{number}]"):
             term = build(entry, device)
-        except ConfigError as error:
-            raise ConfigError(f"{key}[{number}]: {error}") from error
         if term.name in {earlier.name for earlier in terms}:
             raise ConfigError(f"{key}[{number}].name is {term.name!r}, the name of another term; {cure}")
         terms.append(term)

@@ -33,12 +33,12 @@ from tokencredit.text.engines.local.sampling import Decoding
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding, static_obstacle
 from tokencredit.text.models.actor_critic import ActorCritic, Inputs
 from tokencredit.text.models.adapters import AdapterSwitch, add_adapter, enable_checkpointing, lora_config
-from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of
+from tokencredit.text.models.architecture import cut_layers, fuse_gelu, layer_limit, trunk_of
 from tokencredit.text.models.critic import build_critic, saved_start
 from tokencredit.text.models.kv_cache import steps_of
-from tokencredit.text.models.model_loading import as_config_error, base_model, fuse_gelu, read_tokenizer, resolve
-from tokencredit.text.models.peft_models import saved_config
-from tokencredit.text.models.precision import Precision, dense_forward, round_frozen
+from tokencredit.text.models.model_loading import as_config_error, base_model, read_tokenizer, resolve
+from tokencredit.text.models.peft_models import check_adapted, saved_config
+from tokencredit.text.models.precision import Precision, check_quantised, dense_forward, round_frozen, weight_bits
 from tokencredit.text.models.run_models import Models
 from tokencredit.text.ppo_learner import build_learner
 from tokencredit.text.rewards.reward_models import context, may_share
@@ -55,17 +55,19 @@ def build_skeletons(work: Work) -> tuple[ActorCritic, ActorCritic | None]:
         reference = ActorCritic(causal_lm(work.lm_config, config.model)).requires_grad_(False)
         if rounds:
             round_frozen(reference.lm)
+    bits = weight_bits(AutoModelForCausalLM, config.model.name, config.model, work.lm_config.to_dict())
     shares = bool(args.lora.rank)
     trunk, switch = critic_trunk(work) if args.kind == "separate" and not shares else None, None
-    quantise(lm, config.model.quantization)
+    quantise(lm, 0 if config.model.adapter == "merge" else bits)
+    check_quantised(config, lm)
     if adapter is not None:
         add_adapter(lm, adapter, "model.lora")
         switch = AdapterSwitch(lm) if shares else None
         if rounds and work.device == "cuda":
             round_frozen(lm)
-    elif config.model.quantization is not None or shares:
-        key = "critic.lora.rank" if shares else "model.quantization"
-        raise ConfigError(f"{key} is set, and the policy has no adapter; set model.lora.rank")
+    elif shares:
+        raise ConfigError(f"critic.lora.rank is {args.lora.rank}, and the policy has no adapter; set model.lora.rank")
+    check_adapted(config.model.name, lm)
     if switch is not None:
         switch.add_critic(args.lora)
     if config.model.gradient_checkpointing:
@@ -76,24 +78,24 @@ def build_skeletons(work: Work) -> tuple[ActorCritic, ActorCritic | None]:
     return ActorCritic(lm, critic), reference
 
 
-def quantise(lm: PreTrainedModel, kind: str | None) -> None:
-    """Quantise the linear layers of a model, except for the output projection, as `model.quantization` does."""
-    if kind is None:
+def quantise(lm: PreTrainedModel, bits: float) -> None:
+    """Quantise the linear layers of a model to so many bits, 0 for none, except for the output projection."""
+    if not bits:
         return
     head = lm.get_output_embeddings()
     for name, layer in [*lm.named_modules()]:
         if layer is not head and isinstance(layer, nn.Linear | Conv1D):
-            lm.set_submodule(name, Codes(layer, {"nf4": 4, "int8": 8}[kind]))
+            lm.set_submodule(name, Codes(layer, bits))
 
 
 class Codes(nn.Linear):
     """A linear layer that takes the memory of a quantised one, and dequantises to zeros."""
 
-    def __init__(self, layer: nn.Linear | Conv1D, bits: int):
+    def __init__(self, layer: nn.Linear | Conv1D, bits: float):
         """Replace a layer."""
         rows, columns = (layer.weight.T if isinstance(layer, Conv1D) else layer.weight).shape
         super().__init__(columns, rows, bias=False, device="meta")
-        codes = torch.zeros(rows * columns * bits // 8, dtype=torch.uint8, device=layer.weight.device)
+        codes = torch.zeros(int(rows * columns * bits / 8), dtype=torch.uint8, device=layer.weight.device)
         self.weight = nn.Parameter(codes, requires_grad=False)
         vars(self.weight)["quant_state"] = SimpleNamespace(shape=torch.Size((rows, columns)))
         self.bias = layer.bias
@@ -112,6 +114,9 @@ def causal_lm(sizes: Any, args: ModelConfig, kind: Any = AutoModelForCausalLM) -
     with as_config_error(f"a language model from {args.name!r}"):
         # A copy, since cutting a trunk's layers changes its configuration.
         sizes = copy.deepcopy(sizes)
+        if kind is AutoModel:
+            weight_bits(kind, args.name, args, sizes.to_dict())  # refuses a quantised trunk
+        vars(sizes).pop("quantization_config", None)
         model: PreTrainedModel = kind.from_config(sizes, dtype=torch.float32, trust_remote_code=args.trust_remote_code)
     fuse_gelu(model)
     disable_noise(model, dropout=not args.dropout)

@@ -137,6 +137,7 @@ def remedies(plan: Plan) -> Iterator[tuple[str, Plan]]:
         "model.gradient_checkpointing": True,
         "run.shard": "full",
         **({} if plan.work.config.model.lora.rank else {"model.lora.rank": RANK}),
+        **({} if plan.work.config.model.quantization else {"model.quantization": "nf4"}),
     }
     for key, value in ladder.items():
         try:

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from transformers import AutoConfig
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, naming
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import load_prompts
@@ -141,13 +141,14 @@ def plan_work(
 
 
 def base_config(args: ModelConfig, name: str | None = None) -> Any:
-    """Transformers' configuration of `model.name` or another model or, for an adapter, of the model below it."""
-    name = name or args.name
-    folder = resolve(name, "policy")
-    if (below := base_model(name, folder)) is not None:
-        name, folder = below, resolve(below, "policy")
-    with as_config_error(f"a language model from {name!r}"):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
+    """Transformers' configuration of `model.name` or of a critic's or, for an adapter, of the model below it."""
+    with naming("model.name" if name is None else "critic.name"):
+        name = name or args.name
+        folder = resolve(name)
+        if (below := base_model(name, folder)) is not None:
+            name, folder = below, resolve(below)
+        with as_config_error(f"a language model from {name!r}"):
+            return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
 
 
 def prompt_lengths(config: PPOConfig, lm_config: Any) -> list[int]:
