@@ -91,10 +91,9 @@ def check_settings(known: Known) -> Lines:
 def check_packages(known: Known) -> Lines:
     """Packages of the engine and the trackers."""
     rollout = known.config.rollout
-    Trackers(known.config.run.trackers, Path(), print, enabled=False)
     if rollout.engine == "vllm" and rollout.server is None and find_spec("vllm") is None:
-        raise NotInstalled("rollout.engine: vllm", "vLLM", "tokencredit[vllm]")
-    yield from ()
+        yield "error", str(NotInstalled("rollout.engine: vllm", "vLLM", "tokencredit[vllm]"))
+    Trackers(known.config.run.trackers, Path(), print, enabled=False)
 
 
 def check_folder(known: Known) -> Lines:

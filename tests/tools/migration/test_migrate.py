@@ -43,6 +43,7 @@ reward_model: org/reward
 dataset: prompts.jsonl
 finetuning_type: lora
 lora_rank: 4
+template: qwen
 ppo_target: 8.0
 top_k: 0
 top_p: 1.0
@@ -103,9 +104,10 @@ CASES = {
     "trl.py": (TRL_PYTHON, {"model.name": "org/policy", "ppo.minibatches": 4, "kl.target": None, "model.lora.rank": 8}),
     "llama.yaml": (
         LLAMA_FACTORY,
-        {"model.lora.alpha": 8.0, "kl.target": 8.0, "ppo.micro_batch_tokens": None, "run.iterations": 63},
+        {"model.lora.alpha": 8.0, "kl.target": 8.0, "ppo.micro_batch_tokens": None, "run.iterations": 63}
+        | {"prompts.role": "user", "prompts.template": "{{ [instruction, input] | select | join('\\n') }}"},
     ),
-    "swift.sh": (SWIFT, {"rollout.batch_size": 16, "rollout.max_new_tokens": 128, "prompts.dataset": "prompts.jsonl"}),
+    "swift.sh": (SWIFT, {"rollout.batch_size": 16, "rollout.max_new_tokens": 128, "rollout.stop_at_eos": True}),
     "verl.sh": (VERL, {"rollout.batch_size": 512, "ppo.minibatches": 4, "kl.place": "loss", "kl.estimator": "k3"}),
     "verl.yaml": (VERL_YAML, {"ppo.epochs": 2, "ppo.clip": 0.1, "critic.clip": 0.5, "run.iterations": 30}),
     "openrlhf.sh": (OPENRLHF, {"rollout.batch_size": 512, "ppo.minibatches": 8, "score.normalize": "running"}),

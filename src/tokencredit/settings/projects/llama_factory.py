@@ -104,6 +104,7 @@ LLAMA_FACTORY = Project(
     },
     fixed={
         **{key: value for key, value in OLD_TRL.fixed.items() if key.startswith(("critic", "advantage"))},
+        "prompts.template": "{{ [instruction, input] | select | join('\\n') }}",
         **{"kl.coef": 0.2, "kl.horizon": 10_000.0, "advantage.lam": 0.95, "critic.coef": 0.1, "critic.clip": 0.2},
     },
 )
@@ -145,9 +146,15 @@ SWIFT = replace(
         "model.dtype": ("bf16 fp16 torch_dtype", dtype),
         "eval.every": ("eval_strategy eval_steps", lambda kind, steps: every(kind or "steps", steps)),
     },
-    fixed=dict(TRL.fixed) | {"prompts.role": "user"},
     defaults=dict(TRL.defaults)
     | {"learning_rate": 1e-4, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "seed": 42}
-    | {"response_length": 512, "temperature": 0.9, "tuner_type": "lora", "lora_rank": 8, "lora_alpha": 32}
+    | {
+        "response_length": 512,
+        "temperature": 0.9,
+        "stop_token": "eos",
+        "tuner_type": "lora",
+        "lora_rank": 8,
+        "lora_alpha": 32,
+    }
     | {"lora_dropout": 0.05, "lr_scheduler_type": "cosine", "warmup_ratio": 0.05, "weight_decay": 0.1},
 )

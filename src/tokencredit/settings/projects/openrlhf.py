@@ -146,7 +146,7 @@ OPENRLHF = Project(
         "run.trackers": "logger.wandb.key logger.tensorboard_dir",
         "seed": "train.seed",
         "none (give a file of that many rows, or run.iterations)": "data.max_samples",
-        "none (a conversation is formatted by the tokenizer's chat template)": "data.apply_chat_template",
+        "none (the chat template formats conversations, and plain prompts with prompts.role: user)": "data.apply_chat_template",
         "none (the project of trackers is tokencredit)": "logger.wandb.*",
         "none (every iteration is logged)": "logger.logging_steps",
         "none (torchrun starts one process per GPU: docs/scaling.md)": "*.num_nodes *.num_gpus_per_node "
@@ -172,16 +172,16 @@ OPENRLHF = Project(
     values={
         "reward": ("reward.model_name_or_path reward.remote_url train.agent_func_path", reward),
         "critic.name": ("critic.model_name_or_path reward.model_name_or_path actor.model_name_or_path", first),
-        "prompts.role": ("data.apply_chat_template", lambda on: "user" if on else DEFAULT),
         "prompts.template": (
             "data.input_template",
             lambda text: text.replace("{}", "{{ input }}") if text else DEFAULT,
         ),
         "rollout.batch_size": ("rollout.batch_size rollout.n_samples_per_prompt", product),
         "rollout.max_new_tokens": (
-            "rollout.max_new_tokens data.max_len",
-            lambda new, both: (
-                new or Without(f"prompt and completion have {both} tokens there; give those of completions")
+            "rollout.max_new_tokens data.max_len data.prompt_max_len",
+            lambda new, both, prompt: (
+                new
+                or (both - prompt if prompt else Without(f"{both} tokens with the prompt there; give those without it"))
             ),
         ),
         "rollout.engine": ("vllm.num_engines", lambda number: "vllm" if number else DEFAULT),
