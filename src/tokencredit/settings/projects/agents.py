@@ -100,7 +100,7 @@ ANY = Project(
         "run.trackers": "track use_wandb",
         "run.save_every": "save_interval",
         "seed": "random_seed",
-        "none (the project of trackers is tokencredit)": "wandb_project_name",
+        "none (trackers log to the project tokencredit)": "wandb_project_name",
         "none (every iteration is logged)": "log_interval verbose",
         "none (a language model takes the GPU if there is one: CUDA_VISIBLE_DEVICES chooses it, ACCELERATE_USE_CPU=true"
         " takes the CPU; agents are trained on the CPU)": "device cuda use_cpu no_cuda device_map gpu",

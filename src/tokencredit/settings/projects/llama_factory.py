@@ -61,13 +61,13 @@ LLAMA_FACTORY = Project(
         "score.normalize": "ppo_score_norm ppo_whiten_rewards",
         "kl.target": "ppo_target",
         "none (the command says it: tokencredit train, sft, reward-model or dpo)": "stage do_train do_eval do_predict",
-        "none (give a file of that many rows, or run.iterations)": "max_samples",
-        "none (metrics.jsonl, and tokencredit report draws the curves)": "plot_loss",
+        "none (all rows are read; give a file of that many)": "max_samples",
+        "none (tokencredit report draws the curves)": "plot_loss",
         "none (torchrun starts one process per GPU: docs/scaling.md)": "world_size",
         "none (the reference is the starting model, or the model without its new adapter)": "ref_model ref_model_*",
         "none (prompts.dataset names the file itself)": "dataset_dir",
         "none (PyTorch chooses the kernels)": "flash_attn use_unsloth enable_liger_kernel",
-        "none (a reward model computes in its own dtype)": "reward_model_quantization_bit",
+        "none (a reward model is loaded in its own dtype)": "reward_model_quantization_bit",
         "none (completions are sampled, one per beam)": "do_sample num_beams repetition_penalty length_penalty",
         "none (eval.dataset holds the prompts of evaluations)": "val_size",
         "none (rows are padded to the longest of a pass)": "packing neat_packing",
@@ -131,7 +131,7 @@ SWIFT = replace(
         "none (eval.dataset holds the prompts of evaluations)": "split_dataset_ratio",
         "none (the tokenizer's own chat template formats conversations)": "template system model_type "
         "use_chat_template",
-        "none (it changes no result)": "load_from_cache_file overwrite_output_dir ddp_timeout attn_impl "
+        "none (it does not change what is learned)": "load_from_cache_file overwrite_output_dir ddp_timeout attn_impl "
         "gradient_checkpointing_kwargs overwrite_cache ddp_find_unused_parameters use_cache attn_implementation",
         "none (files are on the Hugging Face hub or in folders)": "use_hf model_revision hub_token",
     },

@@ -17,43 +17,6 @@ from tokencredit.settings.projects.values import (
     warmup,
 )
 
-MODELS = ("actor", "critic", "ref", "reward")
-OLD_NAMES = """
-pretrain=actor.model_name_or_path reward_pretrain=reward.model_name_or_path
-critic_pretrain=critic.model_name_or_path remote_rm_url=reward.remote_url agent_func_path=train.agent_func_path
-actor_learning_rate=actor.adam.lr critic_learning_rate=critic.adam.lr lr_warmup_ratio=actor.lr_warmup_ratio
-lr_scheduler=actor.lr_scheduler max_norm=actor.max_norm l2=actor.adam.weight_decay eps_clip=actor.eps_clip
-eps_clip_low_high=actor.eps_clip_low_high dual_clip=actor.dual_clip policy_loss_type=actor.policy_loss_type
-entropy_loss_coef=actor.entropy_coef gradient_checkpointing=actor.gradient_checkpointing_enable
-value_clip=critic.value_clip freezing_actor_steps=critic.freezing_steps
-save_value_network=critic.save_value_network lambd=algo.advantage.lambd gamma=algo.advantage.gamma
-advantage_estimator=algo.advantage.estimator no_advantage_std_norm=algo.advantage.no_std_norm
-init_kl_coef=algo.kl.init_coef kl_target=algo.kl.target kl_horizon=algo.kl.horizon kl_estimator=algo.kl.estimator
-use_kl_loss=algo.kl.use_loss normalize_reward=reward.normalize_enable reward_clip_range=reward.clip_range
-overlong_buffer_len=reward.overlong_buffer_len overlong_penalty_factor=reward.overlong_penalty_factor
-prompt_data=data.prompt_dataset prompt_split=data.prompt_split prompt_data_probs=data.prompt_probs
-input_key=data.input_key label_key=data.label_key apply_chat_template=data.apply_chat_template
-max_samples=data.max_samples max_len=data.max_len prompt_max_len=data.prompt_max_len
-generate_max_len=rollout.max_new_tokens max_new_tokens=rollout.max_new_tokens
-generate_min_len=rollout.min_new_tokens n_samples_per_prompt=rollout.n_samples_per_prompt
-rollout_batch_size=rollout.batch_size temperature=rollout.temperature top_p=rollout.top_p
-micro_rollout_batch_size=rollout.micro_batch_size train_batch_size=train.batch_size
-micro_train_batch_size=train.micro_batch_size max_epochs=train.max_epochs
-train_max_tokens_per_gpu=train.max_tokens_per_gpu seed=train.seed zero_stage=ds.zero_stage
-param_dtype=ds.param_dtype bf16=ds.param_dtype load_in_4bit=ds.load_in_4bit lora_rank=ds.lora.rank
-lora_alpha=ds.lora.alpha lora_dropout=ds.lora.dropout target_modules=ds.lora.target_modules
-adam_offload=ds.adam_offload packing_samples=ds.packing_samples flash_attn=ds.attn attn_implementation=ds.attn
-vllm_num_engines=vllm.num_engines enforce_eager=vllm.eager vllm_gpu_memory_utilization=vllm.gpu_memory_utilization
-vllm_sync_backend=vllm.sync_backend vllm_tensor_parallel_size=vllm.tensor_parallel_size
-vllm_enable_sleep=vllm.enable_sleep deepspeed_enable_sleep=ds.enable_sleep save_path=ckpt.output_dir
-ckpt_path=ckpt.path save_steps=ckpt.save_steps max_ckpt_num=ckpt.max_num eval_steps=eval.steps
-save_hf_ckpt=ckpt.save_hf load_checkpoint=ckpt.load_enable eval_dataset=eval.dataset
-logging_steps=logger.logging_steps use_wandb=logger.wandb.key wandb_run_name=logger.wandb.x
-wandb_project=logger.wandb.project use_tensorboard=logger.tensorboard_dir colocate_all_models=train.colocate_all
-colocate_actor_ref=train.colocate_actor_ref colocate_critic_reward=train.colocate_critic_reward
-dynamic_filtering=algo.dynamic_filtering_x
-"""
-"""The names before 0.10, each with today's."""
 UNSCALED = ("reinforce_baseline", "dr_grpo")
 """Estimators without a division by the deviation of a prompt's scores."""
 
@@ -71,104 +34,126 @@ def reward(model: Any, url: Any, agent: Any) -> Any:
     return reward_models(model) if model else DEFAULT
 
 
+NAMES = {
+    "model.name": "actor.model_name_or_path",
+    "model.lora.rank": "ds.lora.rank",
+    "model.lora.alpha": "ds.lora.alpha",
+    "model.lora.dropout": "ds.lora.dropout",
+    "model.lora.target_modules": "ds.lora.target_modules",
+    "model.quantization": "ds.load_in_4bit",
+    "model.dtype": "ds.param_dtype",
+    "model.gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "reward": "reward.model_name_or_path reward.remote_url train.agent_func_path",
+    "critic.name": "critic.model_name_or_path",
+    "critic.lr, critic.trunk_lr (of a separate critic)": "critic.adam.lr",
+    "critic.clip": "critic.value_clip",
+    "critic.pretrain (in batches, before the first iteration)": "critic.freezing_steps",
+    "prompts.dataset": "data.prompt_dataset",
+    "prompts.split": "data.prompt_split",
+    "prompts.column": "data.input_key",
+    "prompts.template (Jinja; a chat template is the tokenizer's own)": "data.input_template input_template",
+    "prompts.max_length": "data.prompt_max_len",
+    "eval.dataset": "eval.dataset",
+    "eval.split": "eval.split",
+    "eval.every": "eval.steps",
+    "eval.temperature": "eval.temperature",
+    "eval.best_of": "eval.n_samples_per_prompt",
+    "rollout.batch_size (completions: prompts × rollout.per_prompt)": "rollout.batch_size",
+    "rollout.per_prompt": "rollout.n_samples_per_prompt",
+    "rollout.max_new_tokens": "rollout.max_new_tokens",
+    "rollout.min_new_tokens": "rollout.min_new_tokens",
+    "rollout.temperature": "rollout.temperature",
+    "rollout.top_p": "rollout.top_p",
+    "rollout.max_new_tokens, prompts.max_length": "data.max_len",
+    "rollout.engine": "vllm.num_engines",
+    "rollout.engine_memory": "vllm.gpu_memory_utilization",
+    "off_policy.correct": "algo.advantage.is_correction_enable algo.advantage.is_correction_type",
+    "off_policy.bounds": "algo.advantage.is_correction_threshold",
+    "score.normalize": "reward.normalize_enable",
+    "score.clip": "reward.clip_range",
+    "score.overlong": "reward.overlong_buffer_len reward.overlong_penalty_factor",
+    "advantage.estimator": "algo.advantage.estimator",
+    "advantage.gamma": "algo.advantage.gamma",
+    "advantage.lam": "algo.advantage.lambd",
+    "advantage.scale": "algo.advantage.no_std_norm",
+    "ppo.minibatches (their number: rollout.batch_size / size)": "train.batch_size",
+    "ppo.micro_batch_tokens (in tokens)": "train.max_tokens_per_gpu train.micro_batch_size rollout.micro_batch_size",
+    "ppo.epochs": "train.max_epochs",
+    "ppo.clip": "actor.eps_clip",
+    "ppo.clip, ppo.clip_high": "actor.eps_clip_low_high",
+    "ppo.dual_clip": "actor.dual_clip",
+    "ppo.entropy_coef": "actor.entropy_coef",
+    "ppo.loss": "actor.policy_loss_type",
+    "kl.coef": "algo.kl.init_coef",
+    "kl.target": "algo.kl.target",
+    "kl.horizon": "algo.kl.horizon",
+    "kl.estimator": "algo.kl.estimator",
+    "kl.place": "algo.kl.use_loss",
+    "optim.lr": "actor.adam.lr",
+    "optim.eps": "actor.adam.eps",
+    "optim.weight_decay": "actor.adam.weight_decay",
+    "optim.name": "actor.optim",
+    "optim.schedule": "actor.lr_scheduler",
+    "optim.warmup (in iterations)": "actor.lr_warmup_ratio",
+    "optim.final_scale": "actor.min_lr_ratio",
+    "optim.max_grad_norm": "actor.max_norm",
+    "run.iterations (passes × prompts × rollout.per_prompt / rollout.batch_size)": "train.num_episodes num_episodes",
+    "run.dir": "ckpt.output_dir ckpt.path",
+    "run.save_every": "ckpt.save_steps",
+    "run.keep_last": "ckpt.max_num",
+    "run.shard": "ds.zero_stage",
+    "run.trackers": "logger.wandb.key logger.tensorboard_dir",
+    "seed": "train.seed",
+    "none (all rows are read; give a file of that many)": "data.max_samples",
+    "none (conversations always are; prompts.role: user makes plain prompts messages)": "data.apply_chat_template",
+    "none (trackers log to the project tokencredit)": "logger.wandb.* wandb_*",
+    "none (every iteration is logged)": "logger.logging_steps",
+    "none (torchrun starts one process per GPU: docs/scaling.md)": "*.num_nodes *.num_gpus_per_node train.colocate_* "
+    "colocate_* *.offload local_rank *_num_nodes *_num_gpus_per_node",
+    "none (of DeepSpeed; run.shard: full shards the models here)": "ds.* adam_offload packing_samples flash_attn "
+    "attn_implementation deepspeed_enable_sleep",
+    "none (vLLM has its defaults; rollout.engine_memory sets its memory)": "vllm.* vllm_* enforce_eager",
+    "none (padding is cut per micro-batch)": "train.dynamic_batch_enable rollout.max_tokens_per_gpu",
+    "none (every column is passed to the reward)": "data.label_key",
+    "none (the critic is saved with the policy)": "critic.save_value_network",
+    "none (the critic has the policy's schedule)": "critic.lr_* critic.min_lr_ratio critic.max_norm critic.adam.* "
+    "critic.optim critic.muon.*",
+    "none (checkpoints hold everything; policy/ is in Hugging Face's format)": "ckpt.* save_hf_ckpt load_checkpoint",
+    "none (no mean of the weights is kept)": "train.enable_ema train.ema_beta",
+    "none (batches are sampled ahead by rollout.max_age)": "train.async_* train.partial_rollout_enable",
+    "none (prompts are not filtered by their scores)": "algo.dynamic_filtering_* dynamic_filtering*",
+    "none (Adam's are 0.9 and 0.999)": "actor.adam.betas",
+    "none (only texts are trained on)": "data.image_key data.max_images_per_prompt actor.freeze_visual_encoder",
+    "none (one data set, read whole)": "data.prompt_probs data.dataloader_num_workers data.disable_fast_tokenizer",
+    "none (the same seed gives the same run)": "train.full_determinism_enable",
+}
+RENAMED = """
+pretrain=actor.model_name_or_path reward_pretrain=reward.model_name_or_path remote_rm_url=reward.remote_url
+critic_pretrain=critic.model_name_or_path actor_learning_rate=actor.adam.lr critic_learning_rate=critic.adam.lr
+l2=actor.adam.weight_decay entropy_loss_coef=actor.entropy_coef seed=train.seed bf16=ds.param_dtype
+gradient_checkpointing=actor.gradient_checkpointing_enable freezing_actor_steps=critic.freezing_steps
+lambd=algo.advantage.lambd gamma=algo.advantage.gamma no_advantage_std_norm=algo.advantage.no_std_norm
+init_kl_coef=algo.kl.init_coef use_kl_loss=algo.kl.use_loss normalize_reward=reward.normalize_enable
+prompt_data=data.prompt_dataset prompt_data_probs=data.prompt_probs generate_max_len=rollout.max_new_tokens
+generate_min_len=rollout.min_new_tokens n_samples_per_prompt=rollout.n_samples_per_prompt
+temperature=rollout.temperature micro_rollout_batch_size=rollout.micro_batch_size use_wandb=logger.wandb.key
+micro_train_batch_size=train.micro_batch_size save_path=ckpt.output_dir max_ckpt_num=ckpt.max_num
+use_tensorboard=logger.tensorboard_dir
+"""
+"""The names before 0.10, each with today's; the others were the ends of today's, with underscores."""
+
+
+def older() -> dict[str, str]:
+    """Today's names by those before 0.10; of several with the same end the first is meant."""
+    today = [name for names in NAMES.values() for name in names.split()]
+    ends = {"_".join(name.split(".")[first:]): name for name in reversed(today) for first in range(name.count(".") + 1)}
+    return {end: name for end, name in ends.items() if "_" in end} | dict(x.split("=") for x in RENAMED.split())
+
+
 OPENRLHF = Project(
     title="OpenRLHF",
-    names={
-        "model.name": "actor.model_name_or_path",
-        "model.lora.rank": "ds.lora.rank",
-        "model.lora.alpha": "ds.lora.alpha",
-        "model.lora.dropout": "ds.lora.dropout",
-        "model.lora.target_modules": "ds.lora.target_modules",
-        "model.quantization": "ds.load_in_4bit",
-        "model.dtype": "ds.param_dtype",
-        "model.gradient_checkpointing": "actor.gradient_checkpointing_enable",
-        "reward": "reward.model_name_or_path reward.remote_url train.agent_func_path",
-        "critic.name": "critic.model_name_or_path",
-        "critic.lr, critic.trunk_lr (of a separate critic)": "critic.adam.lr",
-        "critic.clip": "critic.value_clip",
-        "critic.pretrain (in batches, before the first iteration)": "critic.freezing_steps",
-        "prompts.dataset": "data.prompt_dataset",
-        "prompts.split": "data.prompt_split",
-        "prompts.column": "data.input_key",
-        "prompts.template (Jinja; a chat template is the tokenizer's own)": "data.input_template input_template",
-        "prompts.max_length": "data.prompt_max_len",
-        "eval.dataset": "eval.dataset",
-        "eval.split": "eval.split",
-        "eval.every": "eval.steps",
-        "eval.temperature": "eval.temperature",
-        "eval.best_of": "eval.n_samples_per_prompt",
-        "rollout.batch_size (completions: prompts × rollout.per_prompt)": "rollout.batch_size",
-        "rollout.per_prompt": "rollout.n_samples_per_prompt",
-        "rollout.max_new_tokens": "rollout.max_new_tokens",
-        "rollout.min_new_tokens": "rollout.min_new_tokens",
-        "rollout.temperature": "rollout.temperature",
-        "rollout.top_p": "rollout.top_p",
-        "rollout.max_new_tokens, prompts.max_length": "data.max_len",
-        "rollout.engine": "vllm.num_engines",
-        "rollout.engine_memory": "vllm.gpu_memory_utilization",
-        "off_policy.correct": "algo.advantage.is_correction_enable algo.advantage.is_correction_type",
-        "off_policy.bounds": "algo.advantage.is_correction_threshold",
-        "score.normalize": "reward.normalize_enable",
-        "score.clip": "reward.clip_range",
-        "score.overlong": "reward.overlong_buffer_len reward.overlong_penalty_factor",
-        "advantage.estimator": "algo.advantage.estimator",
-        "advantage.gamma": "algo.advantage.gamma",
-        "advantage.lam": "algo.advantage.lambd",
-        "advantage.scale": "algo.advantage.no_std_norm",
-        "ppo.minibatches (their number: rollout.batch_size / size)": "train.batch_size",
-        "ppo.micro_batch_tokens (in tokens)": "train.max_tokens_per_gpu train.micro_batch_size "
-        "rollout.micro_batch_size",
-        "ppo.epochs": "train.max_epochs",
-        "ppo.clip": "actor.eps_clip",
-        "ppo.clip, ppo.clip_high": "actor.eps_clip_low_high",
-        "ppo.dual_clip": "actor.dual_clip",
-        "ppo.entropy_coef": "actor.entropy_coef",
-        "ppo.loss": "actor.policy_loss_type",
-        "kl.coef": "algo.kl.init_coef",
-        "kl.target": "algo.kl.target",
-        "kl.horizon": "algo.kl.horizon",
-        "kl.estimator": "algo.kl.estimator",
-        "kl.place": "algo.kl.use_loss",
-        "optim.lr": "actor.adam.lr",
-        "optim.eps": "actor.adam.eps",
-        "optim.weight_decay": "actor.adam.weight_decay",
-        "optim.name": "actor.optim",
-        "optim.schedule": "actor.lr_scheduler",
-        "optim.warmup (in iterations)": "actor.lr_warmup_ratio",
-        "optim.final_scale": "actor.min_lr_ratio",
-        "optim.max_grad_norm": "actor.max_norm",
-        "run.iterations (passes × prompts × rollout.per_prompt / rollout.batch_size)": "train.num_episodes "
-        "num_episodes",
-        "run.dir": "ckpt.output_dir ckpt.path",
-        "run.save_every": "ckpt.save_steps",
-        "run.keep_last": "ckpt.max_num",
-        "run.shard": "ds.zero_stage",
-        "run.trackers": "logger.wandb.key logger.tensorboard_dir",
-        "seed": "train.seed",
-        "none (give a file of that many rows, or run.iterations)": "data.max_samples",
-        "none (the chat template formats conversations, and plain prompts with prompts.role: user)": "data.apply_chat_template",
-        "none (the project of trackers is tokencredit)": "logger.wandb.*",
-        "none (every iteration is logged)": "logger.logging_steps",
-        "none (torchrun starts one process per GPU: docs/scaling.md)": "*.num_nodes *.num_gpus_per_node "
-        "train.colocate_* *.offload local_rank",
-        "none (DeepSpeed is not supported; shards are run.shard)": "ds.*",
-        "none (vLLM's own defaults; rollout.engine_memory)": "vllm.*",
-        "none (padding is cut per micro-batch)": "train.dynamic_batch_enable rollout.max_tokens_per_gpu",
-        "none (every column is passed to the reward)": "data.label_key",
-        "none (the critic is saved with the policy)": "critic.save_value_network",
-        "none (the critic has the policy's schedule)": "critic.lr_* critic.min_lr_ratio critic.max_norm critic.adam.* "
-        "critic.optim critic.muon.*",
-        "none (checkpoints hold everything; policy/ is in Hugging Face's format)": "ckpt.*",
-        "none (the weights themselves are kept, not their mean)": "train.enable_ema train.ema_beta",
-        "none (batches are sampled ahead by rollout.max_age)": "train.async_* train.partial_rollout_enable",
-        "none (prompts are not filtered by their scores)": "algo.dynamic_filtering_*",
-        "none (PyTorch's, 0.9 and 0.999)": "actor.adam.betas",
-        "none (texts alone)": "data.image_key data.max_images_per_prompt actor.freeze_visual_encoder",
-        "none (one data set, read whole)": "data.prompt_probs data.dataloader_num_workers data.disable_fast_tokenizer",
-        "none (the same seed gives the same run)": "train.full_determinism_enable",
-    },
-    aliases=dict(pair.split("=") for pair in OLD_NAMES.split())
-    | {f"{model}_num_{what}": f"{model}.num_{what}" for model in MODELS for what in ("nodes", "gpus_per_node")},
+    names=NAMES,
+    aliases=older(),
     values={
         "reward": ("reward.model_name_or_path reward.remote_url train.agent_func_path", reward),
         "critic.name": ("critic.model_name_or_path reward.model_name_or_path actor.model_name_or_path", first),

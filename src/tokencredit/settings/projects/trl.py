@@ -78,8 +78,8 @@ TRAINING_ARGUMENTS = {
     "run.iterations": "max_steps",
     "PPOTrainer.train(resume_from_checkpoint)": "resume_from_checkpoint",
     "none (every iteration is logged)": "logging_steps logging_first_step logging_strategy logging_dir",
-    "none (one progress display)": "disable_tqdm",
-    "none (PyTorch's, 0.9 and 0.999)": "adam_beta1 adam_beta2",
+    "none (a terminal has one progress bar)": "disable_tqdm",
+    "none (Adam's are 0.9 and 0.999)": "adam_beta1 adam_beta2",
     "none (with eval.every the policy with the best mean score is in best/)": "load_best_model_at_end "
     "metric_for_best_model greater_is_better",
     "none (DeepSpeed is not supported)": "deepspeed ds3_gather_for_generation",
@@ -88,8 +88,8 @@ TRAINING_ARGUMENTS = {
     "preprocessing_num_workers",
     "none (the command says it: tokencredit train, sft, reward-model or dpo)": "do_train do_eval",
     "none (a checkpoint always holds the optimizer's state, and policy/ never does)": "save_only_model",
-    "none (it changes no result)": "overwrite_output_dir overwrite_cache ddp_timeout ddp_find_unused_parameters "
-    "gradient_checkpointing_kwargs use_cache attn_implementation",
+    "none (it does not change what is learned)": "overwrite_output_dir overwrite_cache ddp_timeout "
+    "ddp_find_unused_parameters gradient_checkpointing_kwargs use_cache attn_implementation",
     "run.shard": "fsdp",
 }
 """Names of Transformers' TrainingArguments, which LLaMA-Factory and ms-swift have too."""
@@ -278,16 +278,17 @@ OLD_TRL = Project(
         "rollout.temperature": "temperature",
         "rollout.top_k": "top_k",
         "rollout.top_p": "top_p",
-        "none (the project of trackers is tokencredit)": "tracker_project_name tracker_kwargs task_name",
-        "none (Accelerate has its defaults)": "accelerator_kwargs project_kwargs",
+        "none (trackers log to the project tokencredit)": "tracker_project_name tracker_kwargs task_name",
+        "none (accelerate launch configures it)": "accelerator_kwargs project_kwargs",
         "none (every column is passed to the reward)": "remove_unused_columns",
         "none (with eval.every the policy with the best mean score is in best/)": "push_to_hub_if_best_kwargs",
         "none (the cache of the device is left to PyTorch)": "optimize_cuda_cache optimize_device_cache",
-        "none (two updates are not compared)": "compare_steps",
+        "none (updates are not compared)": "compare_steps",
         "none (no minibatch is skipped for its ratios; ppo.target_kl ends an update)": "ratio_threshold",
-        "none (causal models alone are trained)": "is_encoder_decoder use_seq2seq",
-        "none (an adapter is recognised)": "is_peft_model",
-        "none (computed there)": "world_size backward_batch_size global_backward_batch_size global_batch_size",
+        "none (only causal language models are trained)": "is_encoder_decoder use_seq2seq",
+        "none (adapters are recognised by themselves)": "is_peft_model",
+        "none (TRL computes it of the batch size and the processes)": "world_size backward_batch_size "
+        "global_backward_batch_size global_batch_size",
         "none (prompts are tokenized batch by batch during training)": "dataset_num_proc",
         "none (sampling is always on; rollout.temperature, top_k, top_p)": "do_sample pad_token_id eos_token_id",
     },

@@ -125,34 +125,37 @@ VERL = Project(
         "run.trackers": "trainer.logger logger",
         "run.save_every": "trainer.save_freq save_freq",
         "run.keep_last": "trainer.max_actor_ckpt_to_keep max_actor_ckpt_to_keep",
-        "none (the project of trackers is tokencredit)": "project_name",
+        "none (trackers log to the project tokencredit)": "project_name",
         "none (torchrun starts one process per GPU: docs/scaling.md)": "n_gpus_per_node nnodes ray_kwargs.* device "
         "trainer.balance_batch use_legacy_worker_impl nccl_timeout *.ray_init.*",
-        "none (Hydra's own)": "*_target_ defaults* hydra.*",
-        "none (shards are run.shard and sharding)": "fsdp_config.* strategy *.strategy fsdp_size megatron.* "
+        "none (Hydra's own settings)": "*_target_ defaults* hydra.*",
+        "none (run.shard: full shards the models here)": "fsdp_config.* strategy *.strategy fsdp_size megatron.* "
         "*tensor_model_parallel_size *_parallel_size param_offload optimizer_offload use_shm hybrid_engine",
         "none (ppo.micro_batch_tokens bounds every pass)": "log_prob_* use_dynamic_bsz micro_batch_size "
         "micro_batch_size_per_gpu *_max_token_len_per_gpu forward_* critic.ppo_micro_batch_size_per_gpu "
         "critic.ppo_micro_batch_size critic.ppo_max_token_len_per_gpu",
         "none (the critic is updated with the policy, in the same minibatches)": "critic.ppo_mini_batch_size "
         "critic.ppo_epochs critic.shuffle critic.loss_agg_mode critic.grad_clip critic.optim.*",
-        "none (the critic is as the policy: model.gradient_checkpointing, model.trust_remote_code)": "critic.model.*",
-        "none (padding is cut per micro-batch)": "use_remove_padding use_fused_kernels use_liger "
-        "use_torch_compile fused_kernel_options.* tiled_mlp.* entropy_checkpointing entropy_from_logits_with_chunking",
-        "none (vLLM's own defaults; rollout.engine_memory)": "enforce_eager max_num_batched_tokens "
+        "none (the critic has the settings of model)": "critic.model.*",
+        "none (padding is cut per micro-batch, and PyTorch chooses the kernels)": "use_remove_padding "
+        "use_fused_kernels use_liger use_torch_compile fused_kernel_options.* tiled_mlp.* entropy_checkpointing "
+        "entropy_from_logits_with_chunking",
+        "none (vLLM has its defaults; rollout.engine_memory sets its memory)": "enforce_eager max_num_batched_tokens "
         "max_num_seqs enable_chunked_prefill free_cache_engine load_format",
-        "none (a reward model runs in the trainer's process)": "reward_model.*",
+        "none (a reward model runs in the trainer's process, on whole batches)": "reward_model.*",
         "none (reward terms of your own are functions: docs/rewards.md)": "reward_manager reward_manager.* "
         "reward_fn_key",
-        "none (off_policy has corrections of its own)": "rollout_correction.* calculate_log_probs",
-        "none (prompts are read as they are)": "data.return_* data.image_* data.video_* data.custom_cls.* "
-        "data.sampler.* data.datagen.*",
-        "none (turns are those of env and tools: docs/turns.md)": "multi_turn.* agent.*",
-        "none (the run profiles its stages)": "profiler.* global_profiler.* trace.* prometheus.*",
-        "none (one algorithm is not chosen by several flags)": "pf_ppo.* use_pf_ppo tau_pos tau_neg policy_loss.*",
-        "none (checkpoints hold everything, and metrics.jsonl each evaluation)": "checkpoint.* val_before_train "
-        "val_only max_critic_ckpt_to_keep resume_mode resume_from_path",
-        "none (it is the policy's own: model)": "actor_rollout_ref.model.* ref.* transfer_queue.*",
+        "none (off_policy.correct corrects here)": "rollout_correction.* calculate_log_probs",
+        "none (all columns are kept, and only texts are trained on)": "data.return_* data.image_* data.video_* "
+        "data.custom_cls.* data.sampler.* data.datagen.*",
+        "none (tools and environments are set otherwise here: docs/turns.md)": "multi_turn.* agent.*",
+        "none (metrics.jsonl has the seconds of each stage)": "profiler.* global_profiler.* trace.* prometheus.*",
+        "none (it is not implemented; ppo.loss and advantage.estimator have what is)": "pf_ppo.* use_pf_ppo tau_pos "
+        "tau_neg policy_loss.*",
+        "none (a checkpoint holds everything, and --resume RUN continues it)": "checkpoint.* max_critic_ckpt_to_keep "
+        "resume_mode resume_from_path",
+        "none (tokencredit evaluate scores a model before a run, or without one)": "val_before_train val_only",
+        "none (a detail of verl's workers)": "actor_rollout_ref.model.* ref.* transfer_queue.*",
     },
     values={
         "critic.kind": ("critic.enable algorithm.adv_estimator", critic_kind),
