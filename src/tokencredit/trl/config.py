@@ -12,36 +12,40 @@ from tokencredit.settings.projects.translation import translate
 from tokencredit.settings.projects.trl import OLD_TRL, TRL
 
 NEW: dict[str, Any] = {
-    **{"learning_rate": 3e-6, "num_mini_batches": 1, "local_rollout_forward_batch_size": 64, "response_length": 53},
-    **{"num_sample_generations": 10, "stop_token": None, "temperature": 0.7, "num_ppo_epochs": 4, "kl_coef": 0.05},
-    **{"whiten_rewards": False, "kl_estimator": "k1", "cliprange": 0.2, "vf_coef": 0.1, "cliprange_value": 0.2},
-    **{"gamma": 1.0, "lam": 0.95, "ds3_gather_for_generation": True, "push_to_hub": False, "seed": 42},
-    "output_dir": "trainer_output",
-    **dict.fromkeys(("model_adapter_name", "ref_adapter_name", "hub_model_id", "bf16")),
+    **TRL.defaults,
+    **{"local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "whiten_rewards": False, "seed": 42},
+    **{"ds3_gather_for_generation": True, "push_to_hub": False, "output_dir": "trainer_output"},
+    **dict.fromkeys(("stop_token", "bf16")),
     **dict.fromkeys(("sft_model_path", "reward_model_path"), "EleutherAI/pythia-160m"),
 }
 """Names and defaults of TRL 0.12 to 1.9; others are those of TrainingArguments."""
 OLD: dict[str, Any] = {
-    **{"exp_name": None, "seed": 0, "log_with": None, "task_name": None, "model_name": "gpt2", "steps": 20000},
+    **OLD_TRL.defaults,
+    **{"model_name": "gpt2", "steps": 20000, "compare_steps": 1, "ratio_threshold": 10.0},
     **{"query_dataset": "stanfordnlp/imdb", "reward_model": "sentiment-analysis:lvwerra/distilbert-imdb"},
-    **{"learning_rate": 1.41e-5, "adap_kl_ctrl": True, "init_kl_coef": 0.2, "kl_penalty": "kl", "target": 6.0},
-    **{"horizon": 10_000.0, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1},
-    **{"batch_size": 128, "mini_batch_size": 128, "gradient_accumulation_steps": 1, "ppo_epochs": 4},
-    **{"remove_unused_columns": True, "early_stopping": False, "target_kl": 1.0, "compare_steps": 1},
-    **{"ratio_threshold": 10.0, "use_score_scaling": False, "use_score_norm": False, "whiten_rewards": False},
-    **{"gradient_checkpointing": False, "optimize_device_cache": False, "optimize_cuda_cache": False},
-    **{"tracker_project_name": "trl", "tracker_kwargs": None, "accelerator_kwargs": None, "project_kwargs": None},
+    **dict.fromkeys(("use_score_scaling", "use_score_norm", "whiten_rewards", "gradient_checkpointing"), False),
+    **dict.fromkeys(("optimize_device_cache", "optimize_cuda_cache"), False),
+    **{"remove_unused_columns": True, "tracker_project_name": "trl"},
 }
 """Names and defaults of TRL up to 0.11."""
-INTEGERS = (
-    "dataset_num_proc total_episodes stop_token_id world_size num_total_batches micro_batch_size local_batch_size "
-    "batch_size local_mini_batch_size mini_batch_size forward_batch_size"
-)
-NUMBERS = "missing_eos_penalty max_grad_norm score_clip"
-FOR_LOGS = ("model.name", "critic.name", "reward", "prompts.dataset", "run.push_to_hub", "eval.every")
+UNSET = {
+    int: "dataset_num_proc total_episodes stop_token_id num_total_batches micro_batch_size local_batch_size "
+    "local_mini_batch_size world_size batch_size mini_batch_size forward_batch_size",
+    float: "missing_eos_penalty max_grad_norm score_clip",
+    bool: "bf16",
+    str: "stop_token model_adapter_name ref_adapter_name hub_model_id exp_name log_with task_name tracker_kwargs "
+    "accelerator_kwargs project_kwargs",
+}
+"""Names of either age by the type of their values, whose default is None or computed."""
+INHERITED = TrainingArguments.__dataclass_fields__
+ONLY_OLD = {*OLD, "exp_name", "log_with", "score_clip", "forward_batch_size"} - {*NEW, *INHERITED}
+"""Names of TRL up to 0.11 that later versions do not set."""
+FOR_LOGS = ("model.name", "critic.name", "reward", "prompts.dataset", "eval.every")
 """Keys that arguments of the trainer decide, or a script; TRL's PPO reads none of their names, and never evaluates."""
-HARMLESS = ("ppo.micro_batch_tokens", "eval.samples", "model.dtype", "rollout.stop", "run.push_to_hub", "run.trackers")
+HARMLESS = ("ppo.micro_batch_tokens", "eval.samples", "model.dtype", "rollout.stop", "run.trackers")
 """Keys whose value may stay open: the same is learned."""
+HONOURED = ("model_adapter_name", "ref_adapter_name")
+"""Names without a counterpart that the trainer reads."""
 ESSENTIAL = ("adam_beta1", "adam_beta2", "is_encoder_decoder", "deepspeed", "max_steps")
 """Names without a counterpart that change what is learned."""
 
@@ -51,8 +55,8 @@ def _fields() -> list[tuple[str, Any, Any]]:
     plain: dict[str, Any] = {}
     for name, hint in get_type_hints(TrainingArguments).items():
         plain[name] = next((kind for kind in (bool, int, float) if hint in (kind, kind | None)), str)
-    plain |= {name: type(value) if value is not None else str for name, value in (OLD | NEW).items()}
-    plain |= {"bf16": bool} | dict.fromkeys(INTEGERS.split(), int) | dict.fromkeys(NUMBERS.split(), float)
+    plain |= {name: type(value) for name, value in (OLD | NEW).items()}
+    plain |= {name: kind for kind, names in UNSET.items() for name in names.split()}
     # A flag that is off by default needs no value after it.
     types = {name: bool if kind is bool and default_of(name) is False else kind | None for name, kind in plain.items()}
     return [(name, kind, field(default_factory=type(None))) for name, kind in types.items() if name[0] != "_"]
@@ -60,7 +64,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
 
 def default_of(name: str, *, old: bool = False) -> Any:
     """TRL's default of a name."""
-    other = TrainingArguments.__dataclass_fields__.get(name)
+    other = INHERITED.get(name)
     inherited = None if other is None or other.default is MISSING else other.default
     return (NEW | OLD if old else OLD | NEW).get(name, inherited)
 
@@ -84,10 +88,7 @@ class Names:
     @property
     def old(self) -> bool:
         """True if the names that are set are those of TRL up to 0.11."""
-        known = TrainingArguments.__dataclass_fields__.keys() | NEW.keys()
-        return any(name not in known and name not in INTEGERS.split() for name in vars(self)) or bool(
-            vars(self).keys() & {"batch_size", "mini_batch_size"}
-        )
+        return bool(vars(self).keys() & ONLY_OLD)
 
     def to_dict(self) -> dict[str, Any]:
         """What is set."""
@@ -110,7 +111,7 @@ def settings_of(config: Any, *, old: bool, **known: Any) -> tuple[dict[str, Any]
     settings = {key: value for key, value in made.settings.items() if key not in FOR_LOGS}
     set_here = vars(config).keys()
     lines = {key: reason for key, reason in made.undecided.items() if key in HARMLESS}
-    lines |= {name: reason for name, reason in made.without.items() if name in set_here}
+    lines |= {name: reason for name, reason in made.without.items() if name in set_here and name not in HONOURED}
     if "eval.every" in made.settings:
         lines["eval_strategy"] = "TRL's PPO does not evaluate, and neither does this"
     if config.whiten_rewards:

@@ -19,7 +19,7 @@ class Relay:
     """A callback of ours that adds TRL's names to the metrics and calls TrainerCallbacks."""
 
     def __init__(self, owner: Any, callbacks: Sequence[Any]):
-        self.owner, self.state, self.control = owner, TrainerState(), TrainerControl()
+        self.owner, self.state, self.control, self.asked_to_stop = owner, TrainerState(), TrainerControl(), False
         self.callbacks = made = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         own = {name for name in dir(TrainerCallback) if name.startswith("on_")} - set(CALLED)
         self.lines = [
@@ -56,6 +56,9 @@ class Relay:
         self.state.log_history.append(dict(metrics))
         self.fire("on_step_end")
         self.fire("on_log", logs=dict(metrics))
+        if self.control.should_training_stop and not self.asked_to_stop:
+            self.asked_to_stop = True
+            self.owner.say(["control.should_training_stop: the run goes on to its end"])
 
 
 def statistics(metrics: Mapping[str, float], batch: Any, scores: Sequence[float]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.hub import upload
+from tokencredit.text.models.critic import critic_folder
 from tokencredit.text.models.model_loading import weights_digest
 from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
@@ -27,13 +28,8 @@ from tokencredit.trl.config import settings_of
 from tokencredit.trl.metrics import Relay, statistics
 from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, create_reference_model
 
-NEW = ["args", "processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"]
-NEW += ["data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config"]
-OLD = ["config", "model", "ref_model", "tokenizer", "dataset", "optimizer", "data_collator", "num_shared_layers"]
-OLD += ["lr_scheduler", "training_data_collator"]
-"""Arguments of TRL's two trainers, in their order."""
-RENAMED = {"config": "args", "tokenizer": "processing_class", "policy": "model", "ref_policy": "ref_model"}
-"""Names of 0.12.0 for those of later versions."""
+ONLY_NEW = {"args", "processing_class", "policy", "ref_policy", "reward_model", "value_model", "train_dataset"}
+"""Arguments of TRL 0.12 to 1.9, not of its loop before."""
 ROWS = 64
 """Texts per forward pass of a reward model."""
 
@@ -52,33 +48,32 @@ class PPOTrainer:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOTrainer:
         """A trainer of the version whose arguments these are."""
-        only_new = {*NEW, "policy", "ref_policy"} - set(OLD)
-        new = only_new & kwargs.keys() or (len(args) > 1 and isinstance(args[1], PreTrainedTokenizerBase))
+        new = ONLY_NEW & kwargs.keys() or (len(args) > 1 and isinstance(args[1], PreTrainedTokenizerBase))
         return super().__new__((TrainingTrainer if new else SteppingTrainer) if cls is PPOTrainer else cls)
 
     @property
     def accelerator(self) -> Any:
         """An Accelerator of the same processes, for scripts that prepare something or ask for the device."""
-        from accelerate import Accelerator
-
         return Accelerator(cpu=self.trainer.processes.device.type == "cpu")
 
     def save_pretrained(self, folder: Any) -> None:
-        """Save the policy, or its adapter, with the tokenizer."""
-        save_policy(Path(folder), self.trainer.policy, self.trainer.tokenizer, writes=self.trainer.processes.main)
+        """Save the policy, or its adapter, with the tokenizer; a critic without a trunk into FOLDER-critic."""
+        policy, folder = self.trainer.policy, Path(folder)
+        head = policy.critic is not None and policy.critic.trunk is None
+        beside = folder.parent / critic_folder(folder.name) if head else None
+        save_policy(folder, policy, self.trainer.tokenizer, beside, writes=self.trainer.processes.main)
 
     def push_to_hub(self, repo_id: str | None = None, **_: Any) -> None:
         """Upload the policy to `repo_id`, else `hub_model_id`, else a repository named as the run's folder."""
-        named = repo_id or (self.args is not None and self.args.hub_model_id) or self.trainer.record.folder.path.name
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            if self.trainer.processes.main:
-                upload(Path(folder), named)
+        run = self.trainer.record.folder.path
+        self.save_pretrained(run / "policy")
+        if self.trainer.processes.main:
+            upload(run / "policy", repo_id or getattr(self.args, "hub_model_id", None) or run.name)
 
     def say(self, lines: Sequence[str]) -> None:
         """Say once what is not honoured."""
         if lines:
-            warnings.warn("of TRL's settings, these are not honoured: " + "; ".join(lines), stacklevel=4)
+            warnings.warn("of TRL's settings, these are not honoured: " + "; ".join(lines), stacklevel=3)
         for line in lines:
             self.trainer.record.log(f"not honoured: {line}")
 
@@ -106,14 +101,11 @@ class PPOTrainer:
         device, found = self.trainer.processes.device, []
         model, end = model or self.model, self.tokenizer.eos_token_id
         for first in range(0, len(queries), batch_size):
-            part = [row.to(device) for row in queries[first : first + batch_size]]
-            width = max(map(len, part))
-            tokens = torch.stack([nn.functional.pad(row, (width - len(row), 0)) for row in part])
-            mask = torch.stack([nn.functional.pad(torch.ones_like(row), (width - len(row), 0)) for row in part])
+            inputs = padded(queries[first : first + batch_size], device, "left")
             length = {} if lengths is None else {"max_new_tokens": lengths()}
             with self.trainer.pipeline.precision.no_grad():
-                sampled = model.generate(input_ids=tokens, attention_mask=mask, **generation_kwargs | length)
-            for row in sampled[:, width:]:
+                sampled = model.generate(**inputs, **generation_kwargs | length)
+            for row in sampled[:, inputs["input_ids"].shape[1] :]:
                 ends = (row == end).nonzero()[:, 0].tolist()
                 found.append(row[: ends[0] + 1] if ends else row)
         return found
@@ -122,39 +114,55 @@ class PPOTrainer:
 class TrainingTrainer(PPOTrainer):
     """The trainer of TRL 0.12 to 1.9: `train()` does everything."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        """Build the trainer from TRL's arguments."""
-        given = bind(NEW, args, kwargs)
-        self.args, self.tokenizer = given["args"], given["processing_class"]
-        self.model, self.ref_model, self.value_model = given["model"], given["ref_model"], given["value_model"]
-        self.eval_dataset, reward, train_dataset = (given[x] for x in ("eval_dataset", "reward_model", "train_dataset"))
-        needed = ("args", "processing_class", "model", "reward_model", "train_dataset")
-        if missing := [name for name in needed if given[name] is None]:
+    def __init__(
+        self,
+        args: Any = None,
+        processing_class: Any = None,
+        model: Any = None,
+        ref_model: Any = None,
+        reward_model: Any = None,
+        train_dataset: Any = None,
+        value_model: Any = None,
+        data_collator: Any = None,
+        eval_dataset: Any = None,
+        optimizers: Any = (None, None),
+        callbacks: Any = None,
+        peft_config: Any = None,
+        *,
+        config: Any = None,
+        tokenizer: Any = None,
+        policy: Any = None,
+        ref_policy: Any = None,
+    ):
+        """Build the trainer from TRL's arguments; the last four are names of 0.12.0."""
+        self.args, self.tokenizer, self.model = args or config, processing_class or tokenizer, model or policy
+        self.ref_model, self.value_model, self.eval_dataset = ref_model or ref_policy, value_model, eval_dataset
+        needed = {"args": self.args, "processing_class": self.tokenizer, "model": self.model}
+        needed |= {"reward_model": reward_model, "train_dataset": train_dataset}
+        if missing := [name for name, value in needed.items() if value is None]:
             raise ConfigError(f"PPOTrainer needs {', '.join(missing)}")
-        if given["optimizers"] not in (None, (None, None)):
+        if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
         settings, lines = settings_of(self.args, old=False, rows=len(train_dataset))
         settings |= self._stops() | self._critic() | {"prompts.column": "input_ids"}
-        if type(given["data_collator"]) not in (type(None), DataCollatorWithPadding):
+        if type(data_collator) not in (type(None), DataCollatorWithPadding):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
-        self.relay = Relay(self, given["callbacks"] or ())
+        self.relay = Relay(self, callbacks or ())
         self.state = self.relay.state
-        if isinstance(reward, nn.Module):
-            reward = Term("reward_model", 1.0, RewardOfIds(reward, self.tokenizer))
+        if isinstance(reward_model, nn.Module):
+            reward_model = Term("reward_model", 1.0, RewardOfIds(reward_model, self.tokenizer))
         self._choose_adapter()
-        tokenizer = fitting(self.tokenizer, self.model)
-        parts = {"processing_class": tokenizer, "peft_config": given["peft_config"], "callbacks": [self.relay]}
-        self.trainer = Trainer(self.model, reward, PPOConfig.from_dict(settings), train_dataset, **parts)
+        parts = {"processing_class": fitting(self.tokenizer, self.model), "peft_config": peft_config}
+        parts |= {"callbacks": [self.relay]}
+        self.trainer = Trainer(self.model, reward_model, PPOConfig.from_dict(settings), train_dataset, **parts)
         self.take_reference(self.model, self.ref_model)
-        if self.value_model is not None:
-            self._take_critic(self.value_model)
         self.say([*lines, *self.relay.lines])
 
     def train(self, resume_from_checkpoint: bool = False) -> Any:
         """Train; the policy is then in `output_dir`/policy too."""
         self.relay.fire("on_train_begin")
         try:
-            return self.trainer.train(bool(resume_from_checkpoint))
+            return self.trainer.train(resume_from_checkpoint)
         finally:
             self.relay.fire("on_train_end")
 
@@ -194,64 +202,58 @@ class TrainingTrainer(PPOTrainer):
         return {"rollout.stop_at_eos": kind == "eos" or token is not None}
 
     def _critic(self) -> dict[str, Any]:
-        """Settings of the value model: its name, or a folder in which it is saved."""
+        """Settings of the value model: the folder in which it is saved as it is, its score head too."""
         if self.value_model is None:
             return {"critic.name": None}
-        name = self.value_model.config._name_or_path
-        if not Path(name).is_dir():
-            name = f"{Path(self.args.output_dir)}-value-model"
-            self.value_model.save_pretrained(name)
-            self.tokenizer.save_pretrained(name)
-        return {"critic.name": name}
-
-    def _take_critic(self, value_model: Any) -> None:
-        """Give the critic the weights of the value model as it is, not as it was saved; its score head too."""
-        critic = self.trainer.policy.critic
-        assert critic is not None
-        assert critic.trunk is not None
-        trunk = getattr(value_model, value_model.base_model_prefix).state_dict()
-        own = critic.trunk.state_dict()
-        prefix = "" if own.keys() & trunk.keys() else f"{value_model.base_model_prefix}."
-        critic.trunk.load_state_dict({f"{prefix}{name}": x for name, x in trunk.items()}, strict=False)
-        linear = [module for module in critic.head.modules() if isinstance(module, nn.Linear)][-1]
-        with torch.no_grad():
-            linear.weight.copy_(value_model.score.weight)
+        folder, processes = f"{Path(self.args.output_dir)}-value-model", PartialState()
+        if processes.is_main_process:
+            self.value_model.save_pretrained(folder)
+        processes.wait_for_everyone()
+        return {"critic.name": folder}
 
 
 class SteppingTrainer(PPOTrainer):
     """The trainer of TRL up to 0.11: the script samples, scores, and calls `step`."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(
+        self,
+        config: Any = None,
+        model: Any = None,
+        ref_model: Any = None,
+        tokenizer: Any = None,
+        dataset: Any = None,
+        optimizer: Any = None,
+        data_collator: Any = None,
+        num_shared_layers: int | None = None,
+        lr_scheduler: Any = None,
+        training_data_collator: Any = None,
+    ):
         """Build the trainer from TRL's arguments; its run ends with `close`, or with the script."""
-        given = bind(OLD, args, kwargs)
-        config, model, dataset = given["config"], given["model"], given["dataset"]
         if not isinstance(model, AutoModelForCausalLMWithValueHead):
             raise ConfigError(
                 f"model is a {type(model).__name__}; it must be an AutoModelForCausalLMWithValueHead of tokencredit.trl"
             )
-        if given["lr_scheduler"] is not None:
+        if lr_scheduler is not None:
             raise ConfigError("lr_scheduler would train otherwise than config says; leave it out")
-        self.config, self.model, self.ref_model, self.tokenizer = config, model, given["ref_model"], given["tokenizer"]
-        if given["num_shared_layers"] is not None and self.ref_model is None:
-            create_reference_model(model, given["num_shared_layers"])  # freezes the layers
+        self.config, self.model, self.ref_model, self.tokenizer = config, model, ref_model, tokenizer
+        if num_shared_layers is not None and ref_model is None:
+            create_reference_model(model, num_shared_layers)  # freezes the layers
         settings, lines = settings_of(config, old=True)
-        settings |= {"run.iterations": 1_000_000, "run.save_every": 0} | of_optimizer(given["optimizer"])
+        settings |= {"run.iterations": 1_000_000, "run.save_every": 0} | of_optimizer(optimizer)
         settings.pop("run.dir", None)  # exp_name, which is no folder
         lines += [f"{name}: the critic's head starts at 0" for name in model.ignored]
-        if given["training_data_collator"] is not None:
+        if training_data_collator is not None:
             lines.append("training_data_collator: updates are padded by a mask")
-        args_here = PPOConfig.from_dict(settings)
-        tokenizer = fitting(self.tokenizer, model.pretrained_model)
-        self.trainer = Trainer(model.pretrained_model, [], args_here, processing_class=tokenizer)
+        own = fitting(tokenizer, model.pretrained_model)
+        self.trainer = Trainer(model.pretrained_model, [], PPOConfig.from_dict(settings), processing_class=own)
         self.current_device, self.optimizer = self.trainer.processes.device, self.trainer.learner.optimizer
-        self.take_reference(model.pretrained_model, getattr(self.ref_model, "pretrained_model", self.ref_model))
+        self.take_reference(model.pretrained_model, getattr(ref_model, "pretrained_model", ref_model))
         self.dataset, self.dataloader = dataset, None
         if dataset is not None:
-            self.dataloader = DataLoader(
-                dataset, batch_size=config.batch_size, collate_fn=given["data_collator"], shuffle=True, drop_last=True
-            )
+            options = {"collate_fn": data_collator, "shuffle": True, "drop_last": True}
+            self.dataloader = DataLoader(dataset, config.batch_size, **options)
         self.say(lines)
-        atexit.register(self.close)
+        self.trainer.begin()
 
     def generate(
         self,
@@ -312,16 +314,7 @@ class SteppingTrainer(PPOTrainer):
 
     def close(self) -> Any:
         """End the run: the policy and the records are then in the run's folder; a script's end does it too."""
-        atexit.unregister(self.close)
-        return None if self.trainer.remaining is None or self.trainer.ended else self.trainer.close()
-
-
-def bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the arguments, None for those not given; `ConfigError` for others."""
-    named = {name if name in names else RENAMED.get(name, name): value for name, value in kwargs.items()}
-    if unknown := [name for name in named if name not in names]:
-        raise ConfigError(f"PPOTrainer takes no {', '.join(unknown)} here; it takes {', '.join(names)}")
-    return dict.fromkeys(names) | dict(zip(names, args, strict=False)) | named
+        return self.trainer.close()
 
 
 def fitting(tokenizer: Any, model: Any) -> Any:
@@ -331,6 +324,13 @@ def fitting(tokenizer: Any, model: Any) -> Any:
     own = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     own.chat_template = tokenizer.chat_template
     return own
+
+
+def padded(rows: Sequence[Any], device: torch.device, side: str) -> dict[str, Tensor]:
+    """Token ids of rows of several lengths, padded on one side, with the attention mask."""
+    ids = [torch.as_tensor(row) for row in rows]
+    parts = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
+    return {name: pad_sequence(part, batch_first=True, padding_side=side).to(device) for name, part in parts.items()}
 
 
 class RewardOfIds:
@@ -355,13 +355,10 @@ class RewardOfIds:
             for one, two in zip(prompt_ids, completion_ids, strict=True)
         ]
         for first in range(0, len(texts), ROWS):
-            part = texts[first : first + ROWS]
-            width = max(map(len, part))
-            tokens = torch.tensor([row + [0] * (width - len(row)) for row in part], device=device)
-            mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in part], device=device)
-            states = trunk(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
-            last = states[torch.arange(len(part), device=device), mask.sum(1) - 1]
-            scores += self.model.score(last).squeeze(-1).float().tolist()
+            inputs = padded(texts[first : first + ROWS], device, "right")
+            states = trunk(**inputs, use_cache=False, return_dict=True, output_hidden_states=True).hidden_states[-1]
+            of_tokens = self.model.score(states).squeeze(-1).float()
+            scores += of_tokens.gather(1, inputs["attention_mask"].sum(1, keepdim=True) - 1)[:, 0].tolist()
         return scores
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tokencredit.errors import ConfigError
+from tokencredit.text.models.adapters import AdapterSwitch
 from tokencredit.text.models.peft_models import peft_library
 
 HEAD = ("v_head_init_strategy", "v_head_initializer_range", "summary_dropout_prob")
@@ -82,19 +83,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """The reward adapter's outputs at each position, `[batch, time, outputs]`."""
         if self.reward_head is None:
             raise ConfigError("compute_reward_score needs a reward_adapter; give it to from_pretrained")
-        before = self.pretrained_model.active_adapter
-        trained = [x for x in self.pretrained_model.parameters() if x.requires_grad]
-        self.pretrained_model.set_adapter(REWARD_ADAPTER)
-        try:
-            states = self.pretrained_model(
-                input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True
-            ).hidden_states[-1]
-        finally:
-            self.pretrained_model.set_adapter(before)
-            for parameter in self.pretrained_model.parameters():
-                parameter.requires_grad_(False)
-            for parameter in trained:
-                parameter.requires_grad_(True)
+        with AdapterSwitch(self.pretrained_model).switched(REWARD_ADAPTER):
+            inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+            states = self.pretrained_model(**inputs, output_hidden_states=True).hidden_states[-1]
         head = self.reward_head.to(states.device)
         scores: Tensor = head(states.to(head.weight.dtype))
         return scores

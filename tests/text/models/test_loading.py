@@ -264,7 +264,7 @@ def test_a_classifier_is_not_a_policy(model_folders, tmp_path):
 def test_an_upload_that_fails_says_where_the_policy_is(tmp_path, monkeypatch):
     """Without a network; the exception is the HTTP library's."""
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: (_ for _ in ()).throw(OSError(-2, "Name not known")))
-    with pytest.raises(RunStopped, match=r"^could not upload to run\.push_to_hub 'me/policy': .*the policy is in "):
+    with pytest.raises(RunStopped, match=r"^could not upload .* to the hub as 'me/policy': .*; try hf upload me/p"):
         upload(tmp_path, "me/policy")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import PurePath
 from typing import Any
 
 from tokencredit.settings.projects.translation import Project, Rules
@@ -31,8 +32,9 @@ def optimizer_steps(parts: Any, size: Any, accumulated: Any) -> int:
     return max(1, int(parts * math.ceil(each / size) // accumulated))
 
 
-def repository(push: Any, name: Any) -> Any:
-    """The repository to which the policy is pushed."""
+def repository(push: Any, name: Any, folder: Any = None) -> Any:
+    """The repository to which the policy is pushed, by default named as the output folder."""
+    name = name or PurePath(folder or "").name
     return Without("the name of the repository is not given") if push and not name else name if push else DEFAULT
 
 
@@ -217,7 +219,7 @@ TRL = Project(
         **ADAPTER,
         "ppo.micro_batch_tokens": ("local_rollout_forward_batch_size", rows_per_pass),
         "run.save_every": ("save_strategy save_steps", every),
-        "run.push_to_hub": ("push_to_hub hub_model_id", repository),
+        "run.push_to_hub": ("push_to_hub hub_model_id output_dir", repository),
         "run.samples": ("num_sample_generations", lambda _: DEFAULT),
         "run.show_every": (
             "num_sample_generations =run.iterations",

@@ -56,5 +56,5 @@ def upload(folder: Path, repository: str) -> None:
     except Exception as error:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
         reason = " ".join(str(error).split())
         raise RunStopped(
-            f"could not upload to run.push_to_hub {repository!r}: {reason}; the policy is in {folder}"
+            f"could not upload {folder} to the hub as {repository!r}: {reason}; try hf upload {repository} {folder}"
         ) from error

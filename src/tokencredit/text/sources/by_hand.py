@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,6 +50,12 @@ class HandedScores:
         if self.scores is None:
             raise ConfigError(f"scores of these completions are not known: {NO_REWARD}")
         return self.scores
+
+
+def _close(trainer: weakref.ref[LoopByHand]) -> None:
+    """Close a run whose script has ended without closing it."""
+    if (left := trainer()) is not None and not left.ended:
+        left.close()
 
 
 class LoopByHand:
@@ -106,10 +114,12 @@ class LoopByHand:
             raise ConfigError("the run has begun already; make another trainer to resume it")
         self.remaining = steps(self, **self.start(resume_from_checkpoint), by_hand=True)  # type: ignore[arg-type]
         try:
-            return self._advance()
+            done = self._advance()
         except ConfigError:  # it has not begun
             self.remaining = None
             raise
+        atexit.register(_close, weakref.ref(self))
+        return done
 
     def sample(self, prompts: Any = None, *, max_new_tokens: int | None = None) -> Batch:
         """Sample `rollout.per_prompt` completions of each prompt from the current policy.
