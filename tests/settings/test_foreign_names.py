@@ -54,7 +54,7 @@ FOREIGN = [
     ),
     (PPOConfig, "actor_rollout_ref.actor.clip_ratio_high", "here it is ppo.clip_high"),
     (PPOConfig, "actor_rollout_ref.actor.entropy_coeff", "here it is ppo.entropy_coef"),
-    (PPOConfig, "trainer.project_name", "it has no counterpart here (the project of trackers is tokencredit)"),
+    (PPOConfig, "trainer.project_name", "it has no counterpart here (trackers log to the project tokencredit)"),
     # OpenRLHF
     (PPOConfig, "pretrain", "here it is model.name"),
     (PPOConfig, "reward_pretrain", "here it is reward"),
