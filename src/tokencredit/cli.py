@@ -14,7 +14,7 @@ from tokencredit.commands import COMMANDS
 from tokencredit.commands.command_line import Parser, checked
 from tokencredit.commands.jobs import BAD_ARGUMENTS, FAILED
 from tokencredit.distributed.signals import INTERRUPTED, UNREAD, end_on_interrupt, leave_closed_output
-from tokencredit.errors import ConfigError, NotInstalled, ProcessLost, RunStopped
+from tokencredit.errors import ConfigError, ProcessLost, RunStopped, importing
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.foreign_names import misspelt
 
@@ -95,10 +95,8 @@ def top_level(arguments: Sequence[str]) -> int:
     if options.print_completion is None:
         parser.print_help()
         return BAD_ARGUMENTS
-    try:
+    with importing("--print_completion", "shtab"):
         import shtab
-    except ImportError as error:
-        raise NotInstalled("--print_completion", "shtab") from error
     print(shtab.complete(parser, options.print_completion))
     return 0
 

@@ -20,6 +20,15 @@ class NotInstalled(ConfigError):
         super().__init__(f"{user} needs {name}, which is not installed: pip install {quoted_package}")
 
 
+@contextmanager
+def importing(user: str, name: str, package: str | None = None) -> Iterator[None]:
+    """A context in which a package that cannot be imported is a `NotInstalled`, with these arguments."""
+    try:
+        yield
+    except ImportError as error:
+        raise NotInstalled(user, name, package) from error
+
+
 class RunStopped(RuntimeError):
     """A run that could not continue; the message says where and why, `stopped_by` briefly for the summary."""
 

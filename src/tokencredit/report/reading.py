@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokencredit.audit.verdict import audited_rows
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 from tokencredit.provenance.parts import Part
 from tokencredit.runs.folder import (
     AUDIT,
@@ -150,10 +150,8 @@ class Run:
             NotInstalled: pandas is missing.
             ConfigError: a file is invalid; the message names it.
         """
-        try:
+        with importing("Run.frame", "pandas", "tokencredit[pandas]"):
             import pandas
-        except ImportError as error:
-            raise NotInstalled("Run.frame", "pandas", "tokencredit[pandas]") from error
         if table == "metrics":
             return pandas.DataFrame(self.metrics)
         iteration = (self.audit or {}).get("iteration")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,39 +64,38 @@ class Trackers:
                 options[RUN_NAME[name]] = self.folder.absolute().parent.name
             if name == "tensorboard" and first > 1:
                 options["purge_step"] = first
-            try:
+            with self._reported(f"{name} is disabled"):
                 tracker = kind(PROJECT, **options)
                 tracker.start()
                 self.active.append(tracker)
-            except Exception as error:
-                self.report(f"the tracker {name} is disabled: {type(error).__name__}: {error}")
-                continue
-            if name != "tensorboard":  # which would make a run of its own of it
-                self._configure(tracker, config)
+                if name != "tensorboard":  # which would make a run of its own of it
+                    self._configure(tracker, config)
 
     def _configure(self, tracker: Any, config: Mapping[str, Any]) -> None:
         """Give a tracker the settings by whole keys, lists and dicts as JSON."""
         plain = bool | int | float | str | None
-        try:
-            tracker.store_init_configuration(
-                {key: x if isinstance(x, plain) else json.dumps(x) for key, x in flat(config).items()}
-            )
-        except Exception as error:
-            self.report(f"the tracker {tracker.name} lacks the configuration: {type(error).__name__}: {error}")
+        settings = {key: x if isinstance(x, plain) else json.dumps(x) for key, x in flat(config).items()}
+        with self._reported(f"{tracker.name} lacks the configuration"):
+            tracker.store_init_configuration(settings)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log an iteration's metrics."""
         for tracker in list(self.active):
-            try:
+            with self._reported(f"{tracker.name} is disabled from here on"):
                 tracker.log(values, step=step)
-            except Exception as error:
-                self.active.remove(tracker)
-                self.report(f"the tracker {tracker.name} is disabled from here on: {type(error).__name__}: {error}")
+                continue
+            self.active.remove(tracker)
 
     def end(self) -> None:
         """Finish all trackers."""
         for tracker in self.active:
-            try:
+            with self._reported(f"{tracker.name} could not finish"):
                 tracker.finish()
-            except Exception as error:
-                self.report(f"the tracker {tracker.name} could not finish: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def _reported(self, failure: str) -> Iterator[None]:
+        """A context in which an exception is a line for the user."""
+        try:
+            yield
+        except Exception as error:
+            self.report(f"the tracker {failure}: {type(error).__name__}: {error}")

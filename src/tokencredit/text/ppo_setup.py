@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, NotInstalled, quoted
+from tokencredit.errors import ConfigError, importing, quoted
 from tokencredit.learn.state import trainable
 from tokencredit.report.card import Saved, model_card
 from tokencredit.runs.folder import AUDIT
@@ -94,10 +94,8 @@ def check_arguments(
 
 def check_peft_config(args: PPOConfig, peft_config: Any) -> None:
     """Raise `ConfigError` for an argument that is no PEFT configuration, or for a second adapter."""
-    try:
+    with importing("peft_config", "PEFT", "tokencredit[peft]"):
         from peft import PeftConfig
-    except ImportError as error:
-        raise NotInstalled("peft_config", "PEFT", "tokencredit[peft]") from error
     if not isinstance(peft_config, PeftConfig):
         raise ConfigError(
             f"peft_config is {quoted(peft_config)}; it must be PEFT's, such as peft.LoraConfig(…); "

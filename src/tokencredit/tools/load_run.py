@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import CONTROL, read_config, read_source, run_kind_of
@@ -40,7 +40,5 @@ def load(name: str | Path, which: str = "policy") -> Policy | TrainedAgent:
 
 def require_gymnasium() -> None:
     """Raise `ConfigError` if the Gymnasium world is not installed."""
-    try:
+    with importing("an agent", "Gymnasium", "tokencredit[control]"):
         import gymnasium  # noqa: F401
-    except ImportError as error:
-        raise NotInstalled("an agent", "Gymnasium", "tokencredit[control]") from error

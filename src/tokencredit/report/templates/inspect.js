@@ -8,25 +8,6 @@ function shade(element, share) { // from −1, purple, to 1, orange
   element.classList.toggle("below", share < 0);
 }
 
-// Rows of cells with one stop for Tab: arrow keys, Home and End walk over them.
-function walk(rows, say, choose = say) {
-  rows.forEach((cells, i) => cells.forEach((cell, j) => {
-    cell.tabIndex = i || j ? -1 : 0;
-    cell.addEventListener("mouseenter", () => say(i, j));
-    cell.addEventListener("focus", () => choose(i, j));
-    cell.addEventListener("keydown", (event) => {
-      const [down, right] = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0], Home: [0, -j], End: [0, cells.length - 1 - j] }[event.key] ?? [];
-      const next = rows[i + down]?.[j + right];
-      if (down === undefined) return;
-      event.preventDefault(); // also at an edge, where the page would scroll
-      if (!next) return;
-      for (const row of rows) for (const other of row) other.tabIndex = -1;
-      next.tabIndex = 0;
-      next.focus();
-    });
-  }));
-}
-
 // A table with a shaded cell per row and column; returns the cells.
 function map(box, label, rows, columns, write, say, choose) {
   const cells = rows.map((_, i) => columns.map((_, j) => make("td", { role: "gridcell", textContent: write(i, j) })));

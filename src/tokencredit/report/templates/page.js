@@ -31,7 +31,7 @@ function reach(samples, quantity) { // the largest distance from the centre, of 
 
 function tokens(sample, values, scale, centre, describe, { truth, truthScale = scale, credit = values, error = 0 } = {}) {
   const spans = sample.tokens.map((text, i) => {
-    const span = make("span", { textContent: text || "∅", tabIndex: i === 0 ? 0 : -1 });
+    const span = make("span", { textContent: text || "∅" });
     const faint = values[i] !== null && Math.abs(values[i]) < error;
     if (values[i] !== null) span.style.backgroundColor = colour(((faint ? 0.3 : 1) * (values[i] - centre)) / scale);
     if (faint) span.classList.add("faint");
@@ -39,18 +39,9 @@ function tokens(sample, values, scale, centre, describe, { truth, truthScale = s
       span.classList.add("known");
       span.style.borderBottomColor = colour(truth[i] / truthScale);
     }
-    span.addEventListener("focus", () => describe(i));
-    span.addEventListener("mouseenter", () => describe(i));
-    span.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1, Home: -i, End: spans.length - 1 - i }[event.key];
-      if (step === undefined || !spans[i + step]) return;
-      event.preventDefault();
-      span.tabIndex = -1;
-      spans[i + step].tabIndex = 0;
-      spans[i + step].focus();
-    });
     return span;
   });
+  walk([spans], (_, i) => describe(i));
   const line = (...parts) => make("div", { className: truth ? "tokens audited" : "tokens" }, ...parts);
   return sample.turns ? episode(sample, spans, line, credit) : line(make("span", { className: "prompt", textContent: sample.prompt }), ...spans);
 }

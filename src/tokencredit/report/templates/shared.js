@@ -18,6 +18,25 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
+// Rows of cells with one stop for Tab: arrow keys, Home and End walk over them.
+function walk(rows, say, choose = say) {
+  rows.forEach((cells, i) => cells.forEach((cell, j) => {
+    cell.tabIndex = i || j ? -1 : 0;
+    cell.addEventListener("mouseenter", () => say(i, j));
+    cell.addEventListener("focus", () => choose(i, j));
+    cell.addEventListener("keydown", (event) => {
+      const [down, right] = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0], Home: [0, -j], End: [0, cells.length - 1 - j] }[event.key] ?? [];
+      const next = rows[i + down]?.[j + right];
+      if (down === undefined || (down && rows.length === 1)) return; // in a text, up and down scroll
+      event.preventDefault(); // also at an edge, where the page would scroll
+      if (!next) return;
+      for (const row of rows) for (const other of row) other.tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+    });
+  }));
+}
+
 function choices(select, pairs) {
   select.replaceChildren(...pairs.map(([value, text]) => make("option", { value, textContent: text })));
 }

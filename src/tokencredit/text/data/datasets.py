@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 
 if TYPE_CHECKING:  # optional: lists, JSONL, JSON and CSV do not need it
     from datasets import Dataset
@@ -207,10 +207,8 @@ def read_folder(path: Path, split: str, group: str) -> Rows:
 
 def require_datasets(user: str) -> None:
     """Raise `NotInstalled` if `user` needs the Datasets library and it is missing."""
-    try:
+    with importing(user, "datasets"):
         from datasets import Dataset  # noqa: F401
-    except ImportError as error:
-        raise NotInstalled(user, "datasets") from error
 
 
 def validated(dataset: Dataset) -> Dataset:

@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from tokencredit.distributed.sharding import within
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 from tokencredit.text.models.architecture import trunk_of
 from tokencredit.text.models.precision import dequantise, in_float32, quantised_layers
 
@@ -54,10 +54,8 @@ def peft_library() -> Any:
     Raises:
         ConfigError: PEFT is not installed.
     """
-    try:
+    with importing("an adapter", "PEFT", "tokencredit[peft]"):
         import peft
-    except ImportError as error:
-        raise NotInstalled("an adapter", "PEFT", "tokencredit[peft]") from error
     return peft
 
 

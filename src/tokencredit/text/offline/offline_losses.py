@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tokencredit.errors import NotInstalled
+from tokencredit.errors import importing
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig
 from tokencredit.text.models.precision import Precision
 from tokencredit.text.offline.examples import IGNORED, Example
@@ -126,10 +126,8 @@ def build_trainer(
 ) -> Any:
     """TRL's trainer of a configuration; its own data set stays empty of what is trained on."""
     with quietly():
-        try:
+        with importing("training from a data set", "TRL", "tokencredit[path]"):
             trl: Any = import_module("trl")  # its lazy exports are not typed
-        except ImportError as error:
-            raise NotInstalled("training from a data set", "TRL", "tokencredit[path]") from error
         from datasets import Dataset
         from transformers import PrinterCallback
 

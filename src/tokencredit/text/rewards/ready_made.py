@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 from tokencredit.text.rewards.texts import Text, plain
 
 RewardFunction = Callable[..., Any]
@@ -84,10 +84,8 @@ def lexicon_sentiment() -> RewardFunction:
     Words have fixed scores, modified by negations, intensifiers, capitals and exclamation marks: Hutto and Gilbert
     2014, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text". English only.
     """
-    try:
+    with importing("lexicon_sentiment", "vaderSentiment", "tokencredit[lexicon]"):
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ImportError as error:
-        raise NotInstalled("lexicon_sentiment", "vaderSentiment", "tokencredit[lexicon]") from error
     analyzer = SentimentIntensityAnalyzer()
 
     def lexicon_sentiment(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
@@ -142,10 +140,8 @@ def similarity(model: str = "sentence-transformers/all-MiniLM-L6-v2", batch_size
     With a negative weight it rewards completions that differ in meaning. The batch is that of one process; in a batch
     of one the similarity is None. `model` is a hub id or folder of Sentence Transformers.
     """
-    try:
+    with importing("similarity", "Sentence Transformers", "tokencredit[similarity]"):
         from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        raise NotInstalled("similarity", "Sentence Transformers", "tokencredit[similarity]") from error
     try:
         encoder = SentenceTransformer(model, model_kwargs={"use_safetensors": True, "dtype": "float32"})
     except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:

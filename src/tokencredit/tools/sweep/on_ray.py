@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 from tokencredit.tools.sweep.cluster_job import NOT_SHARED, SHARE, JobFolder, command
 from tokencredit.tools.sweep.launch import Ended, Resources, RunJob, say
 from tokencredit.tools.sweep.sweep_file import SweepRun
@@ -29,10 +29,8 @@ class Ray:
         """Join the cluster; raises `ConfigError` if Ray is not installed, or there is no cluster."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # telemetry
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "Raylet is terminated")  # with 20 lines of a dead node's log
-        try:
+        with importing("--on ray", "Ray", "tokencredit[ray]"):
             import ray
-        except ImportError as error:
-            raise NotInstalled("--on ray", "Ray", "tokencredit[ray]") from error
         self.ray, self.resources = ray, resources
         address = os.environ.get("RAY_ADDRESS", "auto")
         try:

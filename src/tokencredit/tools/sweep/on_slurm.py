@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 from tokencredit.runs.folder import write_file
 from tokencredit.tools.sweep.cluster_job import SHARE, JobFolder, command
 from tokencredit.tools.sweep.launch import Ended, Resources, RunJob, say
@@ -66,10 +66,8 @@ class Slurm:
 
     def __init__(self, resources: Resources, further: dict[str, Any]):
         """Find submitit and Slurm, or raise `ConfigError`; `further` are from `parameters`."""
-        try:
+        with importing("--on slurm", "submitit", "tokencredit[slurm]"):
             import submitit
-        except ImportError as error:
-            raise NotInstalled("--on slurm", "submitit", "tokencredit[slurm]") from error
         if missing := [name for name in ("sbatch", "srun", "squeue") if not shutil.which(name)]:
             raise ConfigError(f"--on slurm needs {', '.join(missing)} of Slurm, which this machine does not have")
         self.executor: type[PicklingExecutor] = submitit.SlurmExecutor

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.protocols.episode import appended
 
@@ -37,10 +37,8 @@ class Gymnasium:
 
     def __init__(self, name: str, **settings: Any):
         """Make an environment by its id, such as `FrozenLake-v1`, with its keyword arguments, such as `is_slippery`."""
-        try:
+        with importing("env.factory gymnasium", "Gymnasium", "tokencredit[control]"):
             import gymnasium
-        except ImportError as error:
-            raise NotInstalled("env.factory gymnasium", "Gymnasium", "tokencredit[control]") from error
         self._kind = name.rpartition("/")[2].partition("-")[0]
         if self._kind not in ACTIONS:
             raise ConfigError(f"it must be one of the environments that have a text: {', '.join(ACTIONS)}")

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.protocols.episode import appended
 
@@ -29,10 +29,8 @@ class OpenEnv:
         `action` is the field of the action that receives the policy's text, by default the only required text;
         `observation` the field of the observation that the policy reads, by default all of them as JSON.
         """
-        try:
+        with importing("env.factory openenv", "OpenEnv", "tokencredit[openenv]"):
             from openenv.core import GenericEnvClient
-        except ImportError as error:
-            raise NotInstalled("env.factory openenv", "OpenEnv", "tokencredit[openenv]") from error
         schema = _schema(url)
         actions, observations = schema["action"], schema["observation"]
         texts = {key for key, field in actions["properties"].items() if field.get("type") == "string"}

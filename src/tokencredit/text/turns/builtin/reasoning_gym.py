@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from tokencredit.errors import ConfigError, NotInstalled
+from tokencredit.errors import ConfigError, importing
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.protocols.episode import appended
 
@@ -26,11 +26,9 @@ class ReasoningGym:
 
         `tries` are turns in which the policy may answer; the episode ends earlier with a full score.
         """
-        try:
+        with importing("env.factory reasoning_gym", "reasoning-gym", "tokencredit[reasoning-gym]"):
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
-        except ImportError as error:
-            raise NotInstalled("env.factory reasoning_gym", "reasoning-gym", "tokencredit[reasoning-gym]") from error
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, n=1)
             raise ConfigError(f"there is no such data set{f'; did you mean {near[0]}?' if near else ''}")
