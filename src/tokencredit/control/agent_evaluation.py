@@ -42,28 +42,22 @@ class Player:
 
     def measure(self, settings: EpisodesConfig, seed: int) -> dict[str, float]:
         """Returns and lengths of `settings.episodes` episodes, as metrics; raises `EpisodesUnfinished`."""
-        envs = self._envs(min(settings.episodes, COPIES))
-        try:
-            episodes = play(envs, self.agent, settings.episodes, settings.greedy, seed, self.overdue)
-            return episode_metrics("eval", episodes)
-        finally:
-            envs.close()
+        count = settings.episodes
+        return episode_metrics("eval", self._play(min(count, COPIES), count, settings.greedy, seed))
 
     def record(self, settings: EpisodesConfig, seed: int, folder: Path, prefix: str) -> None:
         """Play `settings.videos` further episodes, and record a video of each in the folder."""
         with no_display():
-            envs = self._envs(1, videos=folder, prefix=prefix)
-            try:
-                play(envs, self.agent, settings.videos, settings.greedy, seed, self.overdue)
-            finally:
-                envs.close()
+            self._play(1, settings.videos, settings.greedy, seed, videos=folder, prefix=prefix)
 
-    def _envs(self, number: int, **videos: Any) -> VectorEnv:
-        args = self.args
-        options = {"stack": args.agent.observations(), "training": False} | videos
-        envs = make_envs(args.env, number, args.advantage.gamma, **options)
-        share_statistics(envs, self.training)
-        return envs
+    def _play(self, copies: int, count: int, greedy: bool, seed: int, **videos: Any) -> list[tuple[float, int]]:
+        options = {"stack": self.args.agent.observations(), "training": False} | videos
+        envs = make_envs(self.args.env, copies, self.args.advantage.gamma, **options)
+        try:
+            share_statistics(envs, self.training)
+            return play(envs, self.agent, count, greedy, seed, self.overdue)
+        finally:
+            envs.close()
 
 
 class EpisodesUnfinished(RunStopped):

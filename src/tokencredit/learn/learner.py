@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,8 +107,9 @@ class Learner:
         self.whitened.clear()
         # Scale or support of the value head must fit the returns before it learns from them.
         adapt_heads(self.value_heads, experience, self.processes)
+        drawn = partial(minibatches, experience, self.objective, settings.minibatches, self.generator, self.processes)
         with training(self.training_modules):
-            for minibatch in self._minibatches(experience):
+            for minibatch in chain.from_iterable(drawn() for _ in range(settings.epochs)):
                 # The gradient of the whole minibatch, on all processes.
                 whitened = self._whitened(minibatch)
                 drop_gradients(self.parameters)
@@ -205,12 +208,6 @@ class Learner:
         """Restore the result of `state`; `ConfigError` if the weights or moments do not fit this model."""
         load_training_state(self.model, self.optimizer, state)
         self.generator.set_state(from_hex(state["shuffling"]))
-
-    def _minibatches(self, experience: Experience) -> Iterator[Experience]:
-        """The minibatches of all joint steps."""
-        settings = self.settings
-        for _ in range(settings.epochs):
-            yield from minibatches(experience, self.objective, settings.minibatches, self.generator, self.processes)
 
     def _whitened(self, minibatch: Experience) -> Experience:
         if not self.settings.whiten_minibatches:
