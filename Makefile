@@ -100,7 +100,7 @@ bench: install .trl-venv/installed  ## Print the tables of benchmarks/RESULTS.md
 gpu: install  ## Measure correctness, speed and memory on a GPU in 8 minutes; tiny models without one
 	$(BIN)/python benchmarks/gpu.py
 
-costs: install  ## Write the tables of docs/gpu.md and benchmarks/RESULTS.md, in minutes
+costs: install  ## Write the tables of docs/gpu.md and benchmarks/RESULTS.md, in half an hour on two free cores
 	$(BIN)/python benchmarks/costs.py --write
 
 families: install  ## Train each family of causal models in Transformers, tiny: benchmarks/families.md

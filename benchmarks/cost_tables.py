@@ -60,9 +60,9 @@ QUANTISED = ADAPTED | {"model.quantization": "nf4"}
 LITTLE: dict[str, dict[str, Any]] = {
     "full": {},
     "LoRA": ADAPTED,
+    "int8 and LoRA": QUANTISED | {"model.quantization": "int8"},
     "nf4 and LoRA": QUANTISED,
     "nf4, LoRA, `critic.lora`": QUANTISED | {"critic.kind": "separate", "critic.lora.rank": RANK},
-    "nf4, LoRA, linear head": QUANTISED | {"critic.head": "linear"},
 }
 """Settings of the table of little memory, beside micro-batches of 1,024 and checkpointing."""
 MFU = 0.4

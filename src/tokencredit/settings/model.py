@@ -116,7 +116,8 @@ class CriticConfig(CriticTraining):
     whose critic is taken. null for the critic of the run whose policy is `model.name`, or else a copy of the policy."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """A separate critic as an adapter of its own on the policy's frozen base, of which there is one copy for policy,
-    critic and reference; the policy has an adapter too (`model.lora`). A new one begins as the base."""
+    critic and reference; the policy has an adapter too (`model.lora`). A new one begins as the base or, with another
+    library's value head beside the policy's adapter, as that adapter."""
     layers: int | None = setting(None, needs=EXISTS, at_least=1)
     """Trunk layers below the value head, counted from the embedding; null for all. A shared critic reads the policy's
     hidden states at that layer, normalized; with `detach`, it is a probe. A separate critic keeps only these layers,

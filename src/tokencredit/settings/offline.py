@@ -116,8 +116,8 @@ class RewardModelStartConfig(Group):
     """The model that the reward model starts from."""
 
     name: str = "builtin:reviews"
-    """Language model, whose vocabulary projection a new score head replaces, or classifier: a hub id, a folder, or
-    `builtin:reviews`. An adapter is merged."""
+    """Language model, whose vocabulary projection a new score head or its value head (`v_head`) replaces, or
+    classifier: a hub id, a folder, or `builtin:reviews`. An adapter is merged, with its score head if it has one."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Compute dtype of forward and backward passes. bfloat16 rounds scores, and so their differences, to three digits;
     `auto` takes it where it is faster."""

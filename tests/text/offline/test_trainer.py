@@ -251,6 +251,7 @@ def test_a_reward_model_is_not_begun_with_random_layers(data, tmp_path, tokenize
     kept = {name: x for name, x in load_file(file).items() if ".h.1." not in name}
     save_file(kept, file, metadata={"format": "pt"})
     given = options(tmp_path / "rm", data["reward-model"], **{"model.name": str(tmp_path / "half")})
+    capsys.readouterr()  # the bar of saving
     assert "lack transformer.h.1." in refused(capsys, "reward-model", *given)
 
 

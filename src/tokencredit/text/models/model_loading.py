@@ -117,8 +117,8 @@ def _cached_copy(name: str) -> Path | None:
         found = (cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in files)
         return [file for file in found if file is not None]
 
-    own = cached("config.json") or cached(ADAPTER_CONFIG, PICKLE)
-    return Path((own + cached(*HEAD_FILES))[0]).parent
+    files = (cached("config.json") or cached(ADAPTER_CONFIG, PICKLE)) + cached(*HEAD_FILES)
+    return Path(files[0]).parent if files else None
 
 
 def same_weights(one: str, other: str) -> bool:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import is_sharded
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, naming
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.state import trainable
 from tokencredit.runs.folder import read_choices
@@ -323,7 +323,8 @@ def load_source(
 
 def with_reference(models: Models, reference: ModelSource, processes: Processes) -> Models:
     """The models with the policy of another source, of the same vocabulary, as the reference model."""
-    other = load_source(reference, "policy", processes)
+    with naming("--reference"):
+        other = load_source(reference, "policy", processes)
     check_same_ids(f"--reference is {reference.name!r}", other.tokenizer, models.tokenizer)
     context, needed = (max_prompt_length(x.lm, 0) for x in (other.policy, models.policy))
     if context is not None and (needed is None or context < needed):
