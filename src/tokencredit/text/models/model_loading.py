@@ -117,8 +117,8 @@ def _cached_copy(name: str) -> Path | None:
         found = (cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in files)
         return [file for file in found if file is not None]
 
-    files = (cached("config.json") or cached(ADAPTER_CONFIG, PICKLE)) + cached(*HEAD_FILES)
-    return Path(files[0]).parent if files else None
+    read = (cached("config.json") or cached(ADAPTER_CONFIG, PICKLE)) + cached(*HEAD_FILES)
+    return Path(read[0]).parent if read else None
 
 
 def same_weights(one: str, other: str) -> bool:
