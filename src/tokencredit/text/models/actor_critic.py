@@ -226,6 +226,7 @@ class ActorCritic(nn.Module):
             temperature=temperature,
             softcap=self.softcap,
         )
+        assert logprobs is not None
         return extent.scatter(logprobs, inputs["mask"].shape), hidden
 
     def response_hidden(self, inputs: Inputs) -> Tensor:
