@@ -90,6 +90,10 @@ def test_the_share_of_the_attainable_is_said_with_its_bound(few, pooled, said):
     summary = summarise(rows, TEXT, Path("x"), 1.0, "iterations")
     assert summary["attainable_last"] == 1.1
     assert summary.attained.startswith(said)
+    below = history(reward=[0.0, 0.0], attainable=[0.0, -0.2])
+    assert summarise(below, TEXT, Path("x"), 1.0, "iterations").attained.startswith(
+        "nothing of what this reward allows"
+    )
     rows.priced = 1
     summary = summarise(rows, TEXT, Path("x"), 1.0, "iterations")
     assert (summary["attainable_last"], summary.attained) == (None, None)

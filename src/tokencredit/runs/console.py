@@ -16,7 +16,7 @@ from rich.text import Text
 from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, text_parts, too_noisy
 from tokencredit.distributed.signals import NO_READER, leave_closed_output
 from tokencredit.runs.diagnosis import Finding
-from tokencredit.runs.summary import Summary, averaged, duration, figure, iterations_in
+from tokencredit.runs.summary import OPEN_END, Summary, averaged, duration, figure, iterations_in
 from tokencredit.runs.transcript import Line, acted, conversation, transcript
 from tokencredit.runs.untrusted import visible, visible_lines
 
@@ -109,7 +109,7 @@ class Screen:
         )
         self.explained: set[str] = set()
         """Metrics and columns whose meaning has been shown."""
-        self.task = self.progress.add_task("training", total=iterations, numbers="")
+        self.task = self.progress.add_task("training", total=iterations if iterations < OPEN_END else None, numbers="")
 
     def __enter__(self) -> Screen:
         self.progress.start()
@@ -142,7 +142,8 @@ class Screen:
         numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in shown.items())
         self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
         if not self.console.is_terminal:
-            self.say(f"iteration {metrics['iteration']}/{self.iterations}  {numbers}")
+            of = f"/{self.iterations}" if self.iterations < OPEN_END else ""
+            self.say(f"iteration {metrics['iteration']}{of}  {numbers}")
         elif evaluated := [
             f"{label} {figure(metrics[key])}" for key, label in shown.items() if key.startswith("eval/")
         ]:

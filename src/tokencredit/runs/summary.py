@@ -11,6 +11,8 @@ from typing import Any
 from tokencredit.runs.jsonl import is_number
 from tokencredit.settings.run_kind import RunKind
 
+OPEN_END = 1_000_000
+"""`run.iterations` of a run whose script decides on its end; no number of iterations is shown."""
 WINDOW = 5
 """Most iterations averaged at either end of a run."""
 PRETRAINING = "pretrain/tokens"
@@ -67,6 +69,8 @@ def attained(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 def of_attainable(share: float, *, few: bool, pooled: bool) -> str:
     """A share of the attainable in words; `few` and `pooled` as in `core.rewards.Attainable`."""
+    if share < 0:  # whatever the limit is
+        return "nothing of what this reward allows at this KL price: reward less price is below the start's"
     share = min(share, 1.0) if few else share
     bound = "about " if few and pooled else "at most " if few else "at least " if pooled else ""
     reasons = ["too few samples of the reference have such rewards, so that its limit is a lower bound"] * few

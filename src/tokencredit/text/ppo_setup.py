@@ -19,7 +19,7 @@ from tokencredit.report.card import Saved, model_card
 from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.recorder import RunRecord
-from tokencredit.runs.summary import Summary, count, shortened
+from tokencredit.runs.summary import OPEN_END, Summary, count, shortened
 from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.parts import is_own, label_of
@@ -214,11 +214,17 @@ def check_terms(terms: list[Term], models: Models, prompts: Prompts | Tasks, hel
         calls.check_columns(terms, [*own, *turns, *rows.other_columns], source)
 
 
-def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool) -> Iterator[str]:
+def default_prompts(args: PPOConfig, rows: Prompts | Tasks) -> bool:
+    """True for the prompt that a run without any has; a loop by hand gives its own."""
+    return isinstance(rows, Prompts) and rows.name == "prompts.text" and args.prompts.text is None
+
+
+def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool, by_hand: bool = False) -> Iterator[str]:
     """Lines for the user on settings and columns that do something other than their names suggest."""
     for name in [name for name in rows.other_columns if name in OWN_COLUMNS]:
         yield f"the column {name!r} of {rows.name} does not reach rewards, which get the run's own {name}; rename it"
     plain = isinstance(rows, Prompts) and not rows.conversational and bool(rows.tokenizer.chat_template)
+    plain = plain and not (by_hand and default_prompts(args, rows))
     if plain and isinstance(rows, Prompts) and as_ids(rows.rows[0].get(rows.column)) is None:
         yield (
             f"{rows.name} holds plain texts, so the model's chat template is not used, and it continues them as they "
@@ -370,7 +376,7 @@ def overview(
         assert pipeline.player is not None
         rows = "" if prompts.rows is None else f", {number:,} rows of {prompts.name}"
         yield "environment", f"{pipeline.player.environments.name}, at most {args.env.max_turns} turns{rows}"
-    else:
+    elif not (default_prompts(args, prompts) and any(isinstance(x.function, HandedScores) for x in pipeline.terms)):
         first = shortened(last_message(prompts.batch(0, 1).prompts[0]), 60)
         yield "prompts", f"1: {first}" if number == 1 else f"{number:,} of {prompts.name}; the first: {first}"
     by_source = configured and not isinstance(prompts, Tasks)
@@ -387,7 +393,9 @@ def overview(
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""
     jobs = f", {processes.count} processes" if processes.count > 1 else ""
     yield "device", f"{precision.device}{gpu}, {precision.dtype}{jobs}"
-    yield "run", f"{folder}, {args.run.iterations:,} iterations of {args.rollout.batch_size:,} completions"
+    number = args.run.iterations
+    iterations = f"{number:,} iterations" if number < OPEN_END else "iterations"
+    yield "run", f"{folder}, {iterations} of {args.rollout.batch_size:,} completions"
 
 
 def source(settings: RewardTerm) -> str:

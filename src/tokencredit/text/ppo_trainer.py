@@ -152,7 +152,7 @@ class PPOTrainer(LoopByHand, Trainer):
         self.sharded = is_sharded(self.policy.lm)
         of_run = self.processes, environments, self.record.event, self.prefix_every
         self.pipeline = setup.build_pipeline(args, models, terms, *of_run)
-        remarks = setup.remarks(args, self.prompts, sharded=self.sharded)
+        remarks = setup.remarks(args, self.prompts, sharded=self.sharded, by_hand=self.handed_scores is not None)
         self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks]
         setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         self.rows = args.rollout.batch_size

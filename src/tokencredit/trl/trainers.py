@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
+from tokencredit.runs.summary import OPEN_END
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.hub import upload
 from tokencredit.text.models.critic import critic_folder
@@ -239,7 +240,7 @@ class SteppingTrainer(PPOTrainer):
         if num_shared_layers is not None and ref_model is None:
             create_reference_model(model, num_shared_layers)  # freezes the layers
         settings, lines = settings_of(config, old=True)
-        settings |= {"run.iterations": 1_000_000, "run.save_every": 0} | of_optimizer(optimizer)
+        settings |= {"run.iterations": OPEN_END, "run.save_every": 0} | of_optimizer(optimizer)
         settings.pop("run.dir", None)  # exp_name, which is no folder
         lines += [f"{name}: the critic's head starts at 0" for name in model.ignored]
         if training_data_collator is not None:
