@@ -25,7 +25,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, sharded_parameters, trainable
 from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.folder import read_choices
-from tokencredit.runs.loop import Iteration, State, Trainer, run
+from tokencredit.runs.loop import Iteration, State, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
 
-class PPOTrainer(LoopByHand, Trainer):
+class PPOTrainer(LoopByHand):
     """Trains a causal language model with PPO from a reward on its texts.
 
     `PPOTrainer().train()` is what `tokencredit train` does; `sample` and `learn` are the same by hand. Arguments have
@@ -190,10 +190,7 @@ class PPOTrainer(LoopByHand, Trainer):
         if self.handed_scores is not None:
             raise ConfigError(f"train() needs a reward: {NO_REWARD}")
         if self.remaining is not None:
-            raise ConfigError(
-                "train() does a whole run, and this one was begun by hand: go on with learn(batch), or close() it and "
-                "resume it with train(resume_from_checkpoint=True) of another trainer"
-            )
+            raise ConfigError("this run was begun by hand: go on with learn(batch), or close() and resume it")
         with rng.isolated():
             rng.set_torch_state(self.rng)
             try:

@@ -144,7 +144,7 @@ def test_scores_need_a_trainer_without_a_reward(tmp_path):
     trainer = PPOTrainer(reward_funcs=short, args=text_config(tmp_path / "run"))
     with pytest.raises(ConfigError, match=r"a reward of its own, short: leave them out, or give PPOTrainer reward_fun"):
         trainer.learn(trainer.sample(), [0.0] * 8)
-    with pytest.raises(ConfigError, match=r"this one was begun by hand: go on with learn\(batch\), or close\(\) it"):
+    with pytest.raises(ConfigError, match=r"this run was begun by hand: go on with learn\(batch\), or close"):
         trainer.train()
     trainer.close()
     trainer = by_hand(None, run=RunConfig())

@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.learn import rng
-from tokencredit.runs.loop import Iteration, Steps, steps
-from tokencredit.runs.recorder import RunRecord
+from tokencredit.runs.loop import Steps, Trainer, steps
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
@@ -58,8 +57,8 @@ def _close(trainer: weakref.ref[LoopByHand]) -> None:
         left.close()
 
 
-class LoopByHand:
-    """The methods of a loop by hand.
+class LoopByHand(Trainer):
+    """A trainer whose iterations may be done by hand.
 
     A run begins with the first call, or with `begin`. Its iterations are `learn`s, recorded as those of `train`; the
     last of `run.iterations`, a stopping rule or `close` ends it. As a context manager the trainer closes the run, or
@@ -76,12 +75,9 @@ class LoopByHand:
     credit: Credit
     stream: BatchStream
     stages: Stages
-    record: RunRecord
     tokenizer: Any
     rng: dict[str, Any]
     reported: set[str]
-    progress: Iteration | None
-    """Metrics and samples of the iteration."""
     rows: int
     """Completions of the batch, over all processes."""
     handed: Batch | None = None
@@ -112,7 +108,7 @@ class LoopByHand:
             raise ConfigError("rollout.max_age samples ahead of train(); leave it out in a loop by hand")
         if self.remaining is not None:
             raise ConfigError("the run has begun already; make another trainer to resume it")
-        self.remaining = steps(self, **self.start(resume_from_checkpoint), by_hand=True)  # type: ignore[arg-type]
+        self.remaining = steps(self, **self.start(resume_from_checkpoint), by_hand=True)
         try:
             done = self._advance()
         except ConfigError:  # it has not begun
