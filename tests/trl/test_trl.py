@@ -68,6 +68,9 @@ def epoch(trainer):
 def test_the_loop_of_0_11_runs_with_its_statistics_and_saves(here, tokenizer):
     trainer = stepping(tokenizer)
     first, second = epoch(trainer)
+    header = dict(trainer.trainer.overview())
+    assert "prompts" not in header, "those of the script, not the default"
+    assert header["run"].endswith(", iterations of 4 completions"), "whose number the script decides"
     assert abs(first["objective/kl"]) < 1e-4
     assert first["objective/kl_coef"] == 0.2
     assert first["ppo/mean_scores"] < 0
