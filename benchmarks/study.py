@@ -24,7 +24,8 @@ from demo.build import REVIEWS
 from demo.grammar import reviews
 from tokencredit.distributed.signals import INTERRUPTED
 from tokencredit.report.reading import Run, read_run
-from tokencredit.tools.sweep.sweep_file import read_settings, read_sweep
+from tokencredit.settings.reader import read_yaml
+from tokencredit.tools.sweep.sweep_file import read_sweep
 
 DATA = Path(__file__).parent / "findings-data"
 RECIPES = Path("recipes")
@@ -66,7 +67,7 @@ def run(study: str, seeds: int | None, jobs: int) -> int:
         commands = [["-m", "demo.build", "--size", size, "--out", str(MODELS / size)] for size in missing]
     sweep = ["-m", "tokencredit.cli", "sweep", str(RECIPES / STUDIES[study]), "--jobs", str(jobs)]
     if seeds:
-        recipe = read_settings(RECIPES / STUDIES[study])
+        recipe = read_yaml(RECIPES / STUDIES[study])
         sweep += ["--seeds", str(min(seeds, len(recipe["seeds"])))]
     for command in [*commands, sweep]:
         code = subprocess.run([sys.executable, *command], check=False).returncode

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
+from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.data import PromptsConfig
@@ -45,6 +46,19 @@ MEANINGS = {
 """Meanings of metrics whose names do not tell, for the command."""
 SEED_OFFSET = 1_000_003
 """Separates the seeds of evaluation from those of training; all evaluations of a run share their random numbers."""
+
+
+def check_evaluation_lengths(args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:
+    """Raise `ConfigError` if a vLLM server takes no sequences as long as those of the run's evaluations."""
+    longest = pipeline.engine.longest
+    if longest is None or not (args.eval.every and isinstance(prompts, Prompts)):
+        return
+    width, new = prompts.batch(0, args.eval.samples).ids.shape[1], args.evaluation_sampling().max_new_tokens
+    if width + new > longest:
+        raise ConfigError(
+            f"eval.max_new_tokens is {new}, and prompts of evaluations have up to {width} tokens; rollout.server takes "
+            f"{longest} together: start it with --max-model-len {width + new}, or lower eval.max_new_tokens"
+        )
 
 
 def evaluate(pipeline: Pipeline, prompts: Prompts | Tasks, args: PPOConfig) -> dict[str, float]:

@@ -339,19 +339,6 @@ def upload_policy(args: RunConfig, record: RunRecord, stopped_by: str) -> None:
         record.screen.say(f"not uploaded to {args.push_to_hub}: the run is not at its end")
 
 
-def check_evaluation_lengths(args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:
-    """Raise `ConfigError` if a vLLM server takes no sequences as long as those of the run's evaluations."""
-    longest = pipeline.engine.longest
-    if longest is None or not (args.eval.every and isinstance(prompts, Prompts)):
-        return
-    width, new = prompts.batch(0, args.eval.samples).ids.shape[1], args.evaluation_sampling().max_new_tokens
-    if width + new > longest:
-        raise ConfigError(
-            f"eval.max_new_tokens is {new}, and prompts of evaluations have up to {width} tokens; rollout.server takes "
-            f"{longest} together: start it with --max-model-len {width + new}, or lower eval.max_new_tokens"
-        )
-
-
 def build_player(args: PPOConfig, engine: Engine, environments: Environments) -> EpisodePlayer:
     """Build the player of episodes of several turns."""
     framings = Framings(engine.tokenizer, environments, args.prompts, engine.end_ids)

@@ -42,7 +42,7 @@ from tokencredit.text.credit import Credit
 from tokencredit.text.data.hub import check_push
 from tokencredit.text.data.prefixes import choose_spacing, end_event, save_fit
 from tokencredit.text.data.stream import BatchStream, share_of_rows
-from tokencredit.text.evaluation import evaluate
+from tokencredit.text.evaluation import check_evaluation_lengths, evaluate
 from tokencredit.text.models import run_models
 from tokencredit.text.models.critic import folder_names
 from tokencredit.text.models.model_loading import check_origin, fingerprint
@@ -51,7 +51,6 @@ from tokencredit.text.models.run_models import Models, save_policy
 from tokencredit.text.models.sharded_loading import Sharding
 from tokencredit.text.pipeline import Stages, UnusableBatch, count_step
 from tokencredit.text.ppo_learner import build_learner
-from tokencredit.text.ppo_setup import overview
 from tokencredit.text.pretraining import Pretraining
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rollout_passes import rollout_logprobs
@@ -154,7 +153,7 @@ class PPOTrainer(LoopByHand):
         self.pipeline = setup.build_pipeline(args, models, terms, *of_run)
         remarks = setup.remarks(args, self.prompts, sharded=self.sharded, by_hand=self.handed_scores is not None)
         self.notes = [*models.notes, *self.pipeline.engine.notes, *remarks]
-        setup.check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
+        check_evaluation_lengths(args, self.pipeline, self.eval_prompts)
         self.rows = args.rollout.batch_size
         first = share_of_rows(self.processes, self.rows, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
@@ -221,7 +220,7 @@ class PPOTrainer(LoopByHand):
     def overview(self) -> Iterator[tuple[str, str]]:
         """Model, prompts, reward, device and folder: pairs of a label and a text."""
         configured = "reward_funcs" not in self.args.python
-        return overview(self.args, self.pipeline, self.prompts, configured, self.record.folder.path)
+        return setup.overview(self.args, self.pipeline, self.prompts, configured, self.record.folder.path)
 
     def pretrain(self) -> Iterator[None]:
         """Pretrain the critic, one batch per step, unless the run is resumed."""
@@ -327,8 +326,7 @@ class PPOTrainer(LoopByHand):
         """
         try:
             with self.stages("evaluation") as results:
-                metrics = evaluate(self.pipeline, self.eval_prompts, self.args)
-                results["metrics"] = metrics
+                metrics = results["metrics"] = evaluate(self.pipeline, self.eval_prompts, self.args)
         except (UnusableBatch, EngineLost) as error:
             self.record.event(f"an evaluation is skipped: {error}")
             return {}
@@ -398,5 +396,5 @@ class PPOTrainer(LoopByHand):
 
     def _save(self, folder: Path, _: Summary | None = None, beside: Path | None = None) -> None:
         save_policy(folder, self.policy, self.tokenizer, beside, writes=self.processes.main)
-        if self.pipeline.prefix_every and beside is not None and self.processes.main:
-            save_fit(beside, self.credit.prefixes, self.pipeline.prefix_every)
+        if (every := self.pipeline.prefix_every) and beside is not None and self.processes.main:
+            save_fit(beside, self.credit.prefixes, every)

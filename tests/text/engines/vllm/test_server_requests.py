@@ -23,10 +23,10 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.engines.request_engine import RequestEngine
 from tokencredit.text.engines.requests import EngineFailure, Request
 from tokencredit.text.engines.vllm.server import VllmServer
+from tokencredit.text.evaluation import check_evaluation_lengths
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model
 from tokencredit.text.models.precision import Precision
-from tokencredit.text.ppo_setup import check_evaluation_lengths
 
 END = 1
 
