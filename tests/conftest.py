@@ -12,6 +12,8 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Else importing torch._inductor starts processes that compile, of ten seconds each.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# As the command does, which is imported late in a process without workers.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 # A shell starts what runs in its background without Ctrl-C, and so would be the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
