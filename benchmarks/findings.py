@@ -73,7 +73,8 @@ def audited(run: Run, what: str) -> float:
     audit: Any = run["audits"].get(number)  # type: ignore[attr-defined]  # of truth.json
     if audit is None:
         return math.nan
-    values = audit["correlations"] | {"shown": audit["correlations"][audit["shown"]]} | (audit["critic"] or {})
+    shown = {"shown": audit["correlations"][audit["shown"]], "noise": audit["noise"]}
+    values = audit["correlations"] | shown | (audit["critic"] or {})
     value = values.get(name)
     return math.nan if value is None else float(value)
 
@@ -111,7 +112,10 @@ README_ROWS = {
 
 
 def readme_table(worlds: Mapping[str, Any], truth: Study) -> list[str]:
-    """The README's table of true credit, means over seeds whose audit can tell; a variant without runs has no row."""
+    """The README's table of true credit, means over seeds; a variant without runs has no row.
+
+    An audit counts by the part of its truth's variance that is not noise, and one that cannot tell does not.
+    """
     lines = [
         "| correlation of shown with true advantages | seeds | after 5 iterations | after 10 | after 20 "
         "| share of the attainable after 15 | after 60 |",
@@ -120,12 +124,19 @@ def readme_table(worlds: Mapping[str, Any], truth: Study) -> list[str]:
     kept = {**truth, **by_world(worlds)}
     for title, variant in README_ROWS.items():
         runs = list(kept.get(variant, {}).values())
-        columns = [[audited(run, f"{at} shown") for run in runs] for at in AUDITED[:3]]
-        columns += [[share(run, at) for run in runs if "best" in run] for at in ("15", "60")]
-        cells = [f"{average(list(filter(math.isfinite, column))):.2f}" if column else "" for column in columns]
+        means = [weighted(runs, at) for at in AUDITED[:3]]
+        means += [average([share(run, at) for run in runs if "best" in run]) for at in ("15", "60")]
+        cells = [f"{mean:.2f}" if math.isfinite(mean) else "" for mean in means]
         if runs:
             lines.append(" | ".join(["| " + title, str(len(runs)), *cells]) + " |")
     return lines
+
+
+def weighted(runs: Sequence[Run], at: int) -> float:
+    """The mean correlation after an iteration, weighted by the parts of the truths' variances that are not noise."""
+    pairs = [(audited(run, f"{at} shown"), 1 - audited(run, f"{at} noise")) for run in runs]
+    known = [(value, weight) for value, weight in pairs if math.isfinite(value)]
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known)
 
 
 def reached(run: Run, what: str) -> float:
