@@ -31,7 +31,8 @@ def two(folder, *arguments, starts=1):
     return together(2, *command, starts=starts, ACCELERATE_USE_CPU="true")
 
 
-@pytest.mark.parametrize("launch", [forked, pytest.param(torchrun, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("launch", [forked, torchrun])
 def test_a_job_resumes_after_killed_and_stopped_processes_bit_for_bit(launch, whole, tmp_path, monkeypatch):
     """Without run.dir: all starts agree on one folder."""
     monkeypatch.chdir(tmp_path)

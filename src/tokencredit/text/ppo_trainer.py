@@ -110,10 +110,10 @@ class PPOTrainer(LoopByHand):
         if model is not None:
             name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", ""))
             args = replace(args, model=replace(args.model, name=name))
+        own = {"reward_funcs": reward_funcs, "environment_factory": environment_factory, "peft_config": peft_config}
         rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "tools": tools or None}
         loaded = {"model": None if isinstance(model, str) else model, "processing_class": processing_class}
-        others = {"environment_factory": environment_factory, "peft_config": peft_config, "reward_funcs": reward_funcs}
-        given = given_parts(args, rows | others | loaded | {"callbacks": callbacks or None})
+        given = given_parts(args, own | rows | loaded | {"callbacks": callbacks or None})
         refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.loaded = load_parts(args)  # with a user's functions in place of their names
         self.processes = Processes(args.run.timeout)
