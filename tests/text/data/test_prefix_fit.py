@@ -81,6 +81,17 @@ def test_the_state_goes_through_json_and_longer_batches_follow():
     assert torch.equal(fit.values(scores, returns, mask, 0, alone), copy.values(scores, returns, mask, 0, alone))
 
 
+def test_completions_beyond_the_fit_have_its_last_coefficients():
+    scores, returns = batch()
+    mask = torch.ones_like(scores, dtype=torch.bool)
+    short, whole = PrefixFit(4), PrefixFit(9)
+    scores[:, 4:] = scores[:, 3:4]
+    values = short.values(scores, returns, mask, 0, alone)
+    assert torch.equal(values[:, 4:], values[:, 3:4].expand(-1, 2))
+    whole.values(scores, returns, mask, 0, alone)
+    torch.testing.assert_close(short.moments, whole.moments[:, :4])
+
+
 @pytest.mark.parametrize(("noise", "kept"), [(0.5, [7]), (0.005, [])])
 def test_an_end_is_kept_if_scores_with_it_tell_the_returns_clearly_better(noise, kept):
     scores, returns = batch()

@@ -1,9 +1,11 @@
 """Scores of prefixes, and runs whose values are fitted to them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from helpers.configs import text_config
 from helpers.files import read_metrics
@@ -11,10 +13,12 @@ from helpers.rewards import vowels
 from tokencredit import load
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import EnvironmentConfig, FunctionTerm
-from tokencredit.settings.model import CriticConfig
+from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AdvantageConfig
 from tokencredit.text.data.prefixes import choose_spacing, prefix_scores, usual_end
+from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.models.model_loading import load_tokenizer
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rollout_passes import rollout_values
@@ -118,6 +122,38 @@ def test_prefixes_of_a_reward_that_reads_whole_texts_are_scored_with_their_end(t
     torch.testing.assert_close(again.prefixes, batch.ended.scores)
     trainer.collect()
     assert "prefixes are scored with '.' after them" in capsys.readouterr().out
+
+
+def test_the_usual_end_has_a_text():
+    tokenizer = load_tokenizer(ModelConfig())
+    tokenizer.add_tokens([AddedToken("<|eom|>", special=True)])  # special, and none of `all_special_ids`
+    (stop,), eom, unknown = tokenizer(".")["input_ids"], len(tokenizer) - 1, len(tokenizer) + 8
+    ids = torch.tensor([[stop, eom], [stop, unknown], [eom, eom]])
+    mask, numbers = torch.ones_like(ids, dtype=torch.bool), torch.zeros(ids.shape)
+    completed = Rollout(ids, mask, ids, mask, numbers, None, truncated=torch.zeros(3, dtype=torch.bool))
+    assert usual_end(completed, tokenizer, lambda counts: counts) == [stop]
+    cut = replace(completed, truncated=torch.ones(3, dtype=torch.bool))
+    assert usual_end(cut, tokenizer, lambda counts: counts) == []
+
+
+def test_a_number_per_token_of_a_prefix_with_an_end_is_refused(tmp_path):
+    def per_token(completions, completion_ids):
+        return [[1.0] * len(ids) for ids in completion_ids]
+
+    trainer = trainer_of(tmp_path, Term("per_token", 1.0, per_token, prefix=True, retries=0))
+    batch, end = trainer.sample(), trainer.tokenizer(".")["input_ids"]
+    with pytest.raises(RunStopped, match="scores prefixes, and gave a number per token; leave out prefix: true"):
+        prefix_scores(trainer.pipeline.terms, batch.prompts, batch.rollout, trainer.tokenizer, 1, end)
+
+
+def test_an_own_estimator_gets_scores_of_the_text_alone(tmp_path):
+    def own(rewards, mask, prefix_scores):
+        return prefix_scores * mask, rewards
+
+    term = Term("vowels", 1.0, vowels, prefix=True)
+    trainer = trainer_of(tmp_path, term, advantage=AdvantageConfig(estimator=own))
+    assert trainer.args.critic.ours
+    assert trainer.pipeline.fit is None
 
 
 def test_scores_of_prefixes_that_nobody_gives_or_reads_are_refused(tmp_path):

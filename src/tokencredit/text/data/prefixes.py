@@ -168,12 +168,14 @@ class Ended(NamedTuple):
 
 
 def usual_end(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, reduce: Reduce) -> list[int]:
-    """The token at which most completions that ended by themselves do, special tokens left out; empty if none did."""
-    special = torch.tensor(tokenizer.all_special_ids, dtype=torch.long)
+    """The token with a text at which most completions that ended by themselves do; empty if none did."""
+    # Special tokens have no text, also those that have no role such as EOS, nor have ids that only the model knows.
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    silent = torch.tensor(sorted(special | set(tokenizer.all_special_ids)), dtype=torch.long)
     counts = torch.zeros(len(tokenizer), dtype=torch.float64)
     finished = ~rollout.truncated
     for ids, mask in zip(rollout.response_ids[finished].cpu(), rollout.mask[finished].cpu(), strict=True):
-        written = ids[mask & ~torch.isin(ids, special)]
+        written = ids[mask & (ids < len(counts)) & ~torch.isin(ids, silent)]
         counts[written[-1:]] += 1
     counts = reduce(counts.to(rollout.mask.device))
     return [int(counts.argmax())] if counts.any() else []
@@ -215,7 +217,7 @@ def prefix_scores(
     texts = [detokenizers[starts[row]].text(prefix) for (row, _), prefix in zip(distinct, ids, strict=True)]
     chosen = prompts.select([row for row, _ in distinct])
     columns = {**chosen.columns, "completion_ids": ids}
-    found, lengths = scoring(terms), [start for _, start in distinct]
+    found, lengths = scoring(terms), [len(prefix) for prefix in ids]
     scores = score(found, chosen.questions(), chosen.answers(texts), columns, lengths)
     if scores.dense is not None:
         names = " and ".join(repr(term.name) for term in found)
@@ -269,7 +271,8 @@ class PrefixFit:
         total = FORGET * self.moments + own.sum(0)
         # Values of each fold by each candidate, and their squared errors.
         fits = torch.stack([torch.stack(fit_prefixes(total - own, *candidate)) for candidate in CANDIDATES])
-        alpha, beta = fits[..., :time].unbind(1)  # [candidate, fold, time] each
+        at = torch.arange(time, device="cpu").clamp(max=fits.shape[-1] - 1)  # adopted completions may be longer
+        alpha, beta = fits[..., at].unbind(1)  # [candidate, fold, time] each
         values = alpha[:, fold] + beta[:, fold] * scores
         squares = torch.where(mask, (values - returns).square(), 0.0).sum((1, 2))
         best = int(self.errors.argmin())
