@@ -27,7 +27,7 @@ from tokencredit.text.batch import Batch
 from tokencredit.text.data.lam_choice import LamChoice
 from tokencredit.text.data.prefixes import PrefixFit
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.user_code.parts import OwnCritic
+from tokencredit.user_code.parts import OwnCritic, read_by_parts
 
 NOISE = math.sqrt(VARIANCE_GUARD)
 """Standard deviation of scores up to which their differences count as noise."""
@@ -57,6 +57,8 @@ class Credit:
         self.lam_choice = LamChoice()
         self.chooses_lam = args.advantage.lam == "auto" and "lam" in args.advantage.reads().settings
         self.prefixes = PrefixFit(args.rollout.max_new_tokens)
+        if not args.critic.ours or "prefix_scores" in read_by_parts(args):  # users' parts read scores of the text alone
+            self.prefixes.end = []
         self.own = args.critic.kind if isinstance(args.critic.kind, OwnCritic) else None
         self.state_checked = False
 

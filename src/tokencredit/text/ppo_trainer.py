@@ -59,7 +59,7 @@ from tokencredit.text.sources.ahead import CurrentPolicy, SamplesAhead
 from tokencredit.text.sources.by_hand import NO_REWARD, LoopByHand
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import episode_events
-from tokencredit.user_code.parts import load_parts, read_by_parts
+from tokencredit.user_code.parts import load_parts
 
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
@@ -157,8 +157,7 @@ class PPOTrainer(LoopByHand):
         self.rows = args.rollout.batch_size
         first = share_of_rows(self.processes, self.rows, args.rollout.per_prompt).start
         self.credit = Credit(args, self.processes.sum, first)
-        if args.critic.ours and "prefix_scores" not in read_by_parts(args):  # their scores are those of the text alone
-            self.pipeline.fit = self.credit.prefixes
+        self.pipeline.fit = self.credit.prefixes
         self.auditor = CompletionAuditor(self.pipeline, self.credit, self.prompts, args.audit)
         self.learner, self.stages = build_learner(args, models, self.processes), Stages(self, callbacks)
         self.stopping = EarlyStopping(reward=args.stop.reward, kl=args.stop.kl, patience=args.stop.patience)

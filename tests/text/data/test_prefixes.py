@@ -153,7 +153,7 @@ def test_an_own_estimator_gets_scores_of_the_text_alone(tmp_path):
     term = Term("vowels", 1.0, vowels, prefix=True)
     trainer = trainer_of(tmp_path, term, advantage=AdvantageConfig(estimator=own))
     assert trainer.args.critic.ours
-    assert trainer.pipeline.fit is None
+    assert trainer.collect().ended is None
 
 
 def test_scores_of_prefixes_that_nobody_gives_or_reads_are_refused(tmp_path):
