@@ -205,5 +205,5 @@ VERL = Project(
         },
         **{"actor.optim.weight_decay": 0.01, "trainer.total_epochs": 30, "reward_model.enable": False},
     },
-    fixed={"critic.head": "linear", "critic.coef": 0.5, "critic.prefix_every": 0, "advantage.whiten": "batch"},
+    fixed={"critic.head": "linear", "critic.coef": 1.0, "critic.prefix_every": 0, "advantage.whiten": "batch"},
 )
