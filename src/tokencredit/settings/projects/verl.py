@@ -155,6 +155,8 @@ VERL = Project(
         "none (a checkpoint holds everything, and --resume RUN continues it)": "checkpoint.* max_critic_ckpt_to_keep "
         "resume_mode resume_from_path",
         "none (tokencredit evaluate scores a model before a run, or without one)": "val_before_train val_only",
+        "none (write it as chat_template into the model's tokenizer_config.json, or set prompts.template)": "model."
+        "custom_chat_template actor_rollout_ref.model.custom_chat_template",
         "none (a detail of verl's workers)": "actor_rollout_ref.model.* ref.* transfer_queue.*",
     },
     values={
