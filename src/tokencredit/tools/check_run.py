@@ -72,7 +72,8 @@ def check(config: PPOConfig, **given: Any) -> list[Finding]:
     known, findings = Known(config, **given), list[Finding]()
     for part, examine in CHECKS.items():
         try:
-            findings += [Finding(state, part, text) for state, text in examine(known)]
+            for state, text in examine(known):  # what was found before a failure stays
+                findings.append(Finding(state, part, text))
         except (ConfigError, RunStopped, OSError) as error:
             findings.append(Finding("error", part, str(error)))
     return findings
