@@ -58,8 +58,8 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     "overlong_penalty": {"lengths": ROWS[0]},
     "reverse_scan": {"deltas": ROWS, "decays": ROWS},
     "extents": ALONE,
-    "prefix_moments": {"scores": ROWS, "returns": ROWS, "mask": MASK},
-    "fit_prefixes": {"moments": torch.ones(5, 3, dtype=torch.float64)},
+    "prefix_moments": {"scores": ROWS, "returns": ROWS, "mask": MASK, "critic": ROWS},
+    "fit_prefixes": {"moments": torch.ones(10, 3, dtype=torch.float64)},
     "estimate_by_turn": {name: x for name, x in CREDIT.items() if name != "mask"},
 }
 """Tensor arguments of each public function."""

@@ -286,7 +286,7 @@ def test_values_are_the_fit_and_what_the_critic_adds(tokenizer):
     batch, experience = credit.give(with_prefixes(tokenizer, scores, prefixes, values))
     assert batch.fitted[:, 1].tolist() == pytest.approx([1.0, 0.0] * 8, abs=0.15)
     assert batch.fitted[:, 0].tolist() == pytest.approx([0.5] * 16, abs=0.1)
-    assert torch.equal(batch.rollout.values, batch.fitted), "of this critic nothing is known yet"
+    torch.testing.assert_close(batch.rollout.values, batch.fitted, rtol=0.0, atol=0.01)  # this critic tells nothing
     # The critic learns the rest, from where it is.
     torch.testing.assert_close(experience.values, torch.tensor(values))
     torch.testing.assert_close(experience.returns, batch.returns - batch.fitted)
@@ -315,7 +315,9 @@ def test_lambda_stays_what_it_is_unless_it_is_auto(tokenizer):
         share = credit.metrics().pop("critic_share")
         assert credit.metrics() == {"kl_coef": 0.0, "critic_share": share}
         again, _ = credit.give(scored)
-        torch.testing.assert_close(again.rollout.values, again.fitted + share * scored.rollout.values)
+        added = again.rollout.values - again.fitted
+        assert added[1::2].abs().max() == 0, "the critic says 0"
+        assert 0 < added[::2].min() <= share <= added[::2].max() <= 1
 
 
 small = partial(text_config, iterations=2)

@@ -82,7 +82,7 @@ class Credit:
         self._check(scored)
         # Reward of each token: the normalised score, usually at the last one, and −β · KL.
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
-        # Values: those fitted to the scores of prefixes, with the critic's for what they leave.
+        # Values: those fitted to the scores of prefixes, with the critic's share for what they leave.
         rewards = score_rewards + kl_rewards
         scored = self._with_fit(scored, rewards)
         if fit and scored.fitted is not None and self.chooses_lam:
@@ -125,22 +125,18 @@ class Credit:
         return replace(scored, returns=returns), self._experience(scored, rollout, advantages, returns)
 
     def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
-        """Values fitted to the scores of prefixes, with a share of the critic's; this batch joins the fit."""
+        """Values fitted to the scores of prefixes and a critic's outputs; this batch joins the fit."""
         if self.own is not None:
             return replace(scored, rollout=replace(scored.rollout, values=self._own_values(scored, self.own)))
         if scored.prefixes is None or not self.args.critic.ours:
             return scored
         rollout, options = scored.rollout, {"gamma": self.args.advantage.gamma}
         returns, _ = estimate("reward_to_go", rewards, options=options, **self._where(scored))
-        where = self._in_loss(rollout)
-        fitted = self.prefixes.values(scored.prefixes, returns, where, self.first, self.reduce)
+        critic, batch = rollout.values, (returns, self._in_loss(rollout), self.first, self.reduce)
+        fitted, values = self.prefixes.values(scored.prefixes, critic, *batch)
         if scored.ended is not None:
-            self.prefixes.try_end(scored.ended, scored.prefixes, returns, where, self.first, self.reduce)
-        fitted = fitted.masked_fill(~rollout.mask, 0.0)
-        values, critic = fitted, rollout.values
-        if critic is not None:
-            values = fitted + self.prefixes.share * critic
-            self.prefixes.add_critic(critic, returns - fitted, where, self.reduce)
+            self.prefixes.try_end(scored.ended, scored.prefixes, *batch)
+        fitted, values = (x.masked_fill(~rollout.mask, 0.0) for x in (fitted, values))
         return replace(scored, rollout=replace(rollout, values=values), fitted=fitted, critic_outputs=critic)
 
     def _choose_lam(self, scored: Batch, rewards: Tensor) -> None:

@@ -93,9 +93,9 @@ def test_the_classifier_of_a_configuration_gives_values_and_lambda(tmp_path):
     scores = trainer.pipeline.terms[0].function(
         [prompt] * len(tokens), ["".join(tokens[:n]) for n in range(len(tokens))]
     )
-    (alpha, beta), share = trainer.credit.prefixes.coefficients(), trainer.credit.prefixes.share
+    fit = zip(*trainer.credit.prefixes.coefficients(), strict=True)
     rest = rollout_values(trainer.policy, policy._read(text, prompt), None)[0].tolist()
-    expected = [float(a + b * s + share * r) for a, b, s, r in zip(alpha, beta, scores, rest, strict=False)]
+    expected = [float(a + b * s + c * r) for (a, b, c), s, r in zip(fit, scores, rest, strict=False)]
     assert values == pytest.approx(expected, abs=1e-4)
     assert max(values) - min(values) > 0.01
 

@@ -41,8 +41,6 @@ FOLDS = 8
 """Parts of a batch; each gets its values from the others and from earlier batches, never from its own returns."""
 FORGET = 0.6
 """Factor on the weight of earlier batches, at each new one: the policy moves."""
-FORGET_SHARE = 0.8
-"""The same in the critic's share, which changes slowly."""
 CLEARLY = 0.95
 """An end of prefixes is kept if it leaves at most this part of the squared error; by chance it is 0.97 to 1.03."""
 CANDIDATES = tuple(product((4.0, 32.0), (3.0, 30.0, 300.0)))
@@ -226,14 +224,10 @@ def prefix_scores(
 
 
 class PrefixFit:
-    """Values V(sₜ) = αₜ + βₜ · S(prefixₜ), fitted to the returns of the last batches.
+    """Values V(sₜ) = αₜ + βₜ · S(prefixₜ) + cₜ · u(sₜ), fitted to the returns of the last batches.
 
-    A completion's values come from other completions alone, so they are a baseline: the policy gradient stays unbiased.
-
-    A critic adds `share` of its outputs u, where they predict what the fit leaves of the returns, e = G − V. The share
-    is the slope of e on u, by least squares in earlier batches, each before the critic learned from it:
-
-        share = Σ u e / Σ u², within 0 and 1, and 0 before the first batch
+    The critic's output u learns what the fit leaves of the returns, and cₜ is its share in the values. A completion's
+    values come from other completions alone, so they are a baseline: the policy gradient stays unbiased.
 
     A reward model that learned from whole texts may read a prefix's last words only once the text has ended. So the
     fit tries a token at which texts end after each prefix, and keeps it if that tells the returns better.
@@ -245,65 +239,65 @@ class PrefixFit:
 
     def __init__(self, time: int) -> None:
         """Start without data, for completions of at most `time` tokens; processes must have the same."""
-        self.moments = torch.zeros(5, time, dtype=torch.float64, device="cpu")
+        self.moments = torch.zeros(10, time, dtype=torch.float64, device="cpu")
         self.errors = torch.zeros(len(CANDIDATES), dtype=torch.float64, device="cpu")
-        self.critic = torch.zeros(2, dtype=torch.float64, device="cpu")  # Σ u e and Σ u²
         self.end: list[int] | None = None
         self.weight = 1.0
 
-    def values(self, scores: Tensor, returns: Tensor, mask: Tensor, first: int, reduce: Reduce) -> Tensor:
-        """Values `[batch, time]` of a batch, which is then part of the fit.
+    def values(
+        self, scores: Tensor, critic: Tensor | None, returns: Tensor, mask: Tensor, first: int, reduce: Reduce
+    ) -> tuple[Tensor, Tensor]:
+        """Fitted values of a batch, which is then part of the fit.
 
         Args:
             scores: [batch, time], score of the prefix before each token.
+            critic: [batch, time], outputs of a critic that has not learned from this batch; None without one.
             returns: [batch, time], sampled returns.
             mask: bool [batch, time], true at the states to fit.
             first: number of this process's first row in the whole batch, which decides the folds.
             reduce: sums a tensor over processes.
+
+        Returns:
+            α + β · S, which leaves the rest to the critic, and the values, `[batch, time]` each.
         """
-        device, time = scores.device, scores.shape[1]
-        scores, returns = scores.double().cpu(), returns.double().cpu()
-        mask = mask.cpu()
+        device, time, mask = scores.device, scores.shape[1], mask.cpu()
+        critic = torch.zeros_like(scores) if critic is None else critic
+        scores, returns, critic = (x.double().cpu() for x in (scores, returns, critic))
         fold = (first + torch.arange(len(mask), device="cpu")) % FOLDS
         parts = [fold == k for k in range(FOLDS)]
-        own = torch.stack([prefix_moments(scores[part], returns[part], mask[part]) for part in parts])
+        own = torch.stack([prefix_moments(scores[part], returns[part], mask[part], critic[part]) for part in parts])
         own = self.weight * self._sum(resized(own, self.moments.shape[1]), device, reduce)
         total = FORGET * self.moments + own.sum(0)
         # Values of each fold by each candidate, and their squared errors.
         fits = torch.stack([torch.stack(fit_prefixes(total - own, *candidate)) for candidate in CANDIDATES])
         at = torch.arange(time, device="cpu").clamp(max=fits.shape[-1] - 1)  # adopted completions may be longer
-        alpha, beta = fits[..., at].unbind(1)  # [candidate, fold, time] each
-        values = alpha[:, fold] + beta[:, fold] * scores
+        alpha, beta, share = (x[:, fold] for x in fits[..., at].unbind(1))  # [candidate, batch, time] each
+        fitted = alpha + beta * scores
+        values = fitted + share * critic
         squares = torch.where(mask, (values - returns).square(), 0.0).sum((1, 2))
         best = int(self.errors.argmin())
         self.moments, self.errors = total, FORGET * self.errors + self._sum(squares, device, reduce)
-        return values[best].to(device, torch.float32)
+        return fitted[best].to(device, torch.float32), values[best].to(device, torch.float32)
 
     def try_end(self, ended: Ended, scores: Tensor, *batch: Any) -> None:
         """Keep the end of prefixes if it tells this batch's returns clearly better; other arguments as in `values`."""
         fits = [PrefixFit(self.moments.shape[1]) for _ in range(2)]
         for fit, x in zip(fits, (ended.scores, scores), strict=True):
             fit.weight = self.weight
-            fit.values(x, *batch)
+            fit.values(x, None, *batch)
         self.end = []
         if fits[0].errors.min() < CLEARLY * fits[1].errors.min():
             self.end, self.moments, self.errors = ended.end, fits[0].moments, fits[0].errors
 
+    def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """α, β and c `[time]` of the best candidate, fitted to all that was seen."""
+        return fit_prefixes(self.moments, *CANDIDATES[int(self.errors.argmin())])
+
     @property
     def share(self) -> float:
-        """Share of the critic's outputs in the values."""
-        products, squares = self.critic.tolist()
-        return min(max(products / squares, 0.0), 1.0) if squares > 0 else 0.0
-
-    def add_critic(self, outputs: Tensor, left: Tensor, mask: Tensor, reduce: Reduce) -> None:
-        """Let a critic's outputs `[batch, time]` and what the fit left of the returns count for `share`."""
-        u, e = (torch.where(mask, x, 0.0).cpu().double() for x in (outputs, left))
-        own = torch.stack([(u * e).sum(), u.square().sum()])
-        self.critic = FORGET_SHARE * self.critic + self.weight * self._sum(own, mask.device, reduce)
-
-    def coefficients(self) -> tuple[Tensor, Tensor]:
-        """α and β `[time]` of the best candidate, fitted to all that was seen."""
-        return fit_prefixes(self.moments, *CANDIDATES[int(self.errors.argmin())])
+        """Share of the critic's outputs in the values, the mean over the states that were seen."""
+        n = self.moments[0]
+        return float((n * self.coefficients()[2]).sum() / n.sum().clamp(min=1.0))
 
     @staticmethod
     def _sum(x: Tensor, device: torch.device, reduce: Reduce) -> Tensor:
@@ -312,13 +306,13 @@ class PrefixFit:
     def state_dict(self) -> dict[str, Any]:
         """The state, for `load_state_dict`."""
         reached = self.moments[:, : int(self.moments.any(0).sum())]  # later positions had no completions
-        sums = {"moments": reached, "errors": self.errors, "critic": self.critic}
+        sums = {"moments": reached, "errors": self.errors}
         return {name: x.tolist() for name, x in sums.items()} | {"end": self.end}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        moments, self.errors, self.critic = (
-            torch.tensor(state[name], dtype=torch.float64, device="cpu") for name in ("moments", "errors", "critic")
+        moments, self.errors = (
+            torch.tensor(state[name], dtype=torch.float64, device="cpu") for name in ("moments", "errors")
         )
         self.moments, self.end = resized(moments, self.moments.shape[1]), state["end"]
 
@@ -333,8 +327,8 @@ def end_event(fit: PrefixFit, tokenizer: PreTrainedTokenizerBase) -> dict[str, s
 
 def save_fit(folder: Path, fit: PrefixFit, every: int) -> None:
     """Write what gives values to scores of prefixes into a critic's folder."""
-    alpha, beta = fit.coefficients()
-    fitted = {"every": every, "end": fit.end or [], "alpha": alpha.tolist(), "beta": beta.tolist(), "share": fit.share}
+    named = zip(("alpha", "beta", "share"), fit.coefficients(), strict=True)
+    fitted = {"every": every, "end": fit.end or []} | {name: x.tolist() for name, x in named}
     (folder / FIT_FILE).write_text(json.dumps(fitted), encoding="utf-8")
 
 
@@ -348,8 +342,7 @@ def fitted_values(
     fit = read_object(folder / FIT_FILE, (folder / FIT_FILE).read_bytes())
     scores = prefix_scores(terms, prompts, rollout, tokenizer, fit["every"], fit["end"])
     at = torch.arange(scores.shape[1]).clamp(max=len(fit["alpha"]) - 1)
-    alpha, beta = (torch.tensor(fit[name])[at].to(scores.device) for name in ("alpha", "beta"))
-    share: float = fit["share"]
+    alpha, beta, share = (torch.tensor(fit[name])[at].to(scores.device) for name in ("alpha", "beta", "share"))
     return (alpha + beta * scores + share * critic) * rollout.mask
 
 
