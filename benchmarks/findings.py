@@ -512,6 +512,13 @@ def tables(found: Studies) -> dict[str, str]:
         }.items()
     } | {"group_relative": (audited, "10 group_relative"), "leave_one_out": (audited, "10 leave_one_out")}
     compared = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
+    # All runs of the main job, with the limit of the built-in world.
+    limit = {name: [found["worlds"]["builtin"]["limit"][name]] for name in ("best", "reference")}
+    job = {"default": found["worlds"]["builtin"]["default"], **compared, **found["beside-trl"]}
+    job = {variant: {seed: run | limit for seed, run in runs.items()} for variant, runs in job.items()}
+    shares = {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")} | {
+        "iterations to a reward of 0.9": (reached, "0.9")
+    }
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
     solved = {
         "solved, mean of all iterations": (whole, "reward"),
@@ -531,6 +538,7 @@ def tables(found: Studies) -> dict[str, str]:
         "worlds": table(by_world(found["worlds"]), worlds),
         "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
         "course": table({**compared, **found["beside-trl"]}, course, base="learned critic"),
+        "shares": table(job, shares),
         "lambdas": table({name: runs for name, runs in compared.items() if was_audited(runs)}, lambdas),
         "kl": table(sentiment, rewards, base="base"),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),
