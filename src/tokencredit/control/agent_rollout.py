@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environment_wrappers import environment_errors
+from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
 from tokencredit.control.vector_environments import merged_envs, restore_envs, save_envs
 from tokencredit.core.estimators import estimate
 from tokencredit.distributed.processes import Processes
@@ -20,6 +20,11 @@ from tokencredit.errors import RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.settings.training import AdvantageSettings
+
+UNENDED = (
+    f"an episode has not ended after {MAX_REPLAY_STEPS} steps, and whole_episodes is true; set a limit, such as "
+    "env.kwargs: {max_episode_steps: 1000}, or leave whole_episodes out"
+)
 
 
 class NonFiniteReward(RunStopped):
@@ -39,14 +44,15 @@ class AgentRollout:
     actions: Tensor
     """`[copies, time, parts]`, as sampled, before the environment's bounds."""
     mask: Tensor
-    """False where a copy was reset: that step is not a transition."""
+    """False where a copy was reset, which is not a transition, and after a copy's last whole episode."""
     logprobs: Tensor
     values: Tensor | None
     """None without a critic."""
     rewards: Tensor
     terminated: Tensor
     truncated: Tensor
-    """True where an episode was cut off, by its time limit or by the end of the rollout."""
+    """True where an episode was cut off, by its time limit or by the end of the rollout; a time limit terminates
+    instead without `advantage.bootstrap`."""
     bootstrap: Tensor | None
     """Value of the observation after each step; at truncation, of the episode's true last observation."""
     episodes: list[tuple[float, int]]
@@ -111,46 +117,32 @@ class Collector:
         """Steps that the environments of all processes took in the last rollout, without resets."""
 
     @torch.no_grad()
-    def collect(self, steps: int) -> AgentRollout:
-        """Take `steps` steps with every copy.
+    def collect(self, steps: int, whole_episodes: bool = False, bootstrap: bool = True) -> AgentRollout:
+        """Take `steps` steps with every copy, or at least so many and `whole_episodes`.
+
+        Whole episodes begin in this rollout and end in it. Copies that are done early play on, outside the mask, until
+        the others are; then all are reset. Without `bootstrap`, a time limit terminates an episode.
 
         Raises:
             NonFiniteReward: a reward is not finite; the environments have taken their steps nevertheless.
-            RunStopped: an observation is not finite, or an environment raised.
+            RunStopped: an observation is not finite, an environment raised, or an episode does not end.
         """
-        copies, size = self.observation.shape
         distribution = self.agent.distribution
-        observations = np.empty((steps + 1, copies, size), dtype=np.float32)
-        rewards = np.zeros((steps, copies), dtype=np.float32)
-        acted, terminated, truncated = (np.zeros((steps, copies), dtype=bool) for _ in range(3))
-        noise = distribution.noise((steps, self.number), self.generator)[:, self.share]
-        frames = torch.from_numpy(observations)
-        sampled, episodes = [], []
-        agreed, inference = self.processes.agreed(RunStopped), torch.inference_mode()  # cheaper than no_grad
-        with agreed, environment_errors(), inference:
-            for t, (frame, step_noise) in enumerate(zip(frames[:-1].unbind(), noise.unbind(), strict=True)):
-                observations[t] = self.observation
-                acted[t] = ~self.ended
-                sampled.append(distribution.sample(self.agent.outputs(frame), step_noise))
-                env_actions = distribution.to_env(sampled[t].numpy())
-                self.observation, rewards[t], terminated[t], truncated[t], info = self.envs.step(env_actions)
-                self.ended = terminated[t] | truncated[t]
-                if "episode" in info:
-                    stats = info["episode"]
-                    ended = np.flatnonzero(info["_episode"])
-                    episodes += [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended]
-        observations[steps] = self.observation
+        observations, actions, episodes, (acted, rewards, terminated, truncated) = self._play(steps, whole_episodes)
         self.taken = int(self.processes.sum(torch.tensor(int(acted.sum()))))
-        actions = torch.stack(sampled)
         if message := self.non_finite_message("an observation", observations):
             raise RunStopped(message)
         if message := self.non_finite_message("a reward", rewards):
             raise NonFiniteReward(message, observations, rewards)
 
         # One batched forward pass for the log-probs and values, as in the update; so the ratio starts at exactly 1.
+        frames = torch.from_numpy(observations)
         logprobs = distribution.logprobs(self.agent.outputs(frames[:-1]), actions)
         values = self.agent.values(frames)
-        truncated[-1] |= ~terminated[-1]  # the rollout ends here, the episode does not
+        if not bootstrap:
+            terminated |= truncated
+        if not whole_episodes:
+            truncated[-1] |= ~terminated[-1]  # the rollout ends here, the episode does not
         flags = (torch.from_numpy(x).T for x in (acted, terminated & acted, truncated & acted))
         mask, ends, cuts = (x.contiguous() for x in flags)
         return AgentRollout(
@@ -165,6 +157,48 @@ class Collector:
             bootstrap=None if values is None else values[1:].T,
             episodes=self.gather_episodes(episodes),
         )
+
+    def _play(
+        self, steps: int, whole_episodes: bool
+    ) -> tuple[np.ndarray, Tensor, list[tuple[int, float, int]], list[np.ndarray]]:
+        """Step all copies: observations, one more than there are steps; actions; step, return and length of episodes
+        that ended; and masks, rewards and both flags of ends. All are `[time, copies, …]`."""
+        distribution = self.agent.distribution
+        seen: list[np.ndarray] = []
+        sampled: list[Tensor] = []
+        taken: list[tuple[np.ndarray, ...]] = []
+        episodes: list[tuple[int, float, int]] = []
+        playing, left = np.ones(len(self.observation), dtype=bool), np.full(len(self.observation), steps)
+        noise = self._noise(steps)
+        agreed, inference = self.processes.agreed(RunStopped), torch.inference_mode()  # cheaper than no_grad
+        with agreed, environment_errors(), inference:
+            while (t := len(sampled)) < steps or (whole_episodes and playing.any()):
+                if t >= steps + MAX_REPLAY_STEPS:
+                    raise RunStopped(UNENDED)
+                seen.append(np.array(self.observation, dtype=np.float32))  # environments reuse their array
+                acted = playing & ~self.ended
+                sampled.append(distribution.sample(self.agent.outputs(torch.from_numpy(seen[t])), next(noise)))
+                env_actions = distribution.to_env(sampled[t].numpy())
+                self.observation, rewards, terminated, truncated, info = self.envs.step(env_actions)
+                self.ended = terminated | truncated
+                taken.append((acted, rewards.astype(np.float32), terminated, truncated))
+                if "episode" in info:
+                    stats = info["episode"]
+                    ended = np.flatnonzero(info["_episode"] & playing)
+                    episodes += [(t, float(stats["r"][i]), int(stats["l"][i])) for i in ended]
+                if whole_episodes:
+                    left -= acted
+                    playing &= ~self.ended | (left > 0)
+            seen.append(np.array(self.observation, dtype=np.float32))
+            if whole_episodes:
+                self.observation, _ = self.envs.reset()
+                self.ended[:] = False
+        return np.stack(seen), torch.stack(sampled), episodes, [np.stack(x) for x in zip(*taken, strict=True)]
+
+    def _noise(self, steps: int) -> Iterator[Tensor]:
+        """Random numbers for the actions of this process's copies, one step at a time."""
+        while True:
+            yield from self.agent.distribution.noise((steps, self.number), self.generator)[:, self.share].unbind()
 
     def non_finite_message(self, name: str, array: np.ndarray) -> str | None:
         """Error message for the first non-finite element of `[time, copies, …]` of any process; None without one."""

@@ -106,7 +106,8 @@ class ControlTrainer(Trainer):
         yield "action", f"one of {actions.n}" if isinstance(actions, Discrete) else f"of length {size}"
         yield "agent", f"{args.agent.policy}, {count(sum(p.numel() for p in self.agent.parameters()))} parameters"
         yield "device", f"{self.record.processes.device}, float32"
-        steps = f"{args.run.iterations:,} iterations of {args.env.number * args.steps:,} steps"
+        least = "at least " * args.whole_episodes
+        steps = f"{args.run.iterations:,} iterations of {least}{args.env.number * args.steps:,} steps"
         yield "run", f"{self.record.folder.path}, {steps}"
 
     def iteration(self, number: int) -> Iteration:
@@ -117,7 +118,7 @@ class ControlTrainer(Trainer):
         metrics: dict[str, float] = {"iteration": number} | self.learner.set_rates(number)
         try:
             # Act with the current agent; the copies go on where the last rollout stopped.
-            rollout = self.collector.collect(args.steps)
+            rollout = self.collector.collect(args.steps, args.whole_episodes, args.advantage.bootstrap)
             collected, episodes = time.perf_counter(), rollout.episodes
             # Credit before the update, from the values with which the rollout was collected; then learn from it.
             experience, credit = self.give_credit(rollout)
@@ -234,6 +235,8 @@ def refuse_unsplit(args: ControlConfig, processes: Processes) -> None:
     if args.env.number % processes.count:
         count = processes.count
         raise ConfigError(f"env.number is {args.env.number}; {count} processes share them: give a multiple of {count}")
+    if processes.count > 1 and args.whole_episodes:
+        raise ConfigError(f"whole_episodes is true; it needs one process, and there are {processes.count}")
     if processes.count > 1 and processes.device.type != "cpu":
         raise ConfigError("several processes train an agent on CPUs; set ACCELERATE_USE_CPU=true")
 

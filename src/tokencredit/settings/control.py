@@ -88,6 +88,9 @@ class AgentAdvantageConfig(AdvantageSettings):
     gamma: float = setting(0.99, needs=read_by("gamma"), at_least=0, at_most=1)
     """Discount factor per environment step."""
     whiten: Literal["none", "batch", "minibatch"] = "minibatch"
+    bootstrap: bool = setting(True, needs="critic.kind: not none")
+    """Bootstrap from the critic where a time limit cut an episode off; false treats the limit as its end, worth 0. The
+    end of a rollout always bootstraps."""
 
 
 @dataclass
@@ -149,7 +152,10 @@ class ControlConfig(Configuration):
     agent: AgentConfig = field(default_factory=AgentConfig)
     critic: AgentCriticConfig = field(default_factory=AgentCriticConfig)
     steps: int = setting(128, at_least=2)
-    """Environment steps per copy and iteration."""
+    """Environment steps per copy and iteration; with `whole_episodes` at least so many."""
+    whole_episodes: bool = False
+    """Batches of whole episodes: each copy begins an episode with every iteration, and plays on after `steps` steps
+    until its episode ends. false cuts episodes off there and continues them in the next iteration."""
     advantage: AgentAdvantageConfig = field(default_factory=AgentAdvantageConfig)
     ppo: AgentUpdateConfig = field(default_factory=AgentUpdateConfig)
     optim: OptimConfig = field(

@@ -190,7 +190,7 @@ class AgentAuditor:
     def _min_steps(self) -> int:
         """Steps of a continuation before which the time limit does not end it."""
         gamma = self.args.advantage.gamma
-        if self.agent.critic_head is None or gamma == 1:
+        if self.agent.critic_head is None or gamma == 1 or not self.args.advantage.bootstrap:
             return 0
         steps = 1 if gamma == 0 else math.ceil(math.log(MAX_BOOTSTRAP_WEIGHT) / math.log(gamma))
         return steps if steps <= MAX_STEPS_PAST_LIMIT else 0
@@ -201,7 +201,8 @@ class AgentAuditor:
         gamma, rewards = self.args.advantage.gamma, replays.scaled_rewards(trajectory.rewards)
         total = float(rewards @ gamma ** np.arange(len(rewards), dtype=np.float64))
         last_observation = replays.normalized(trajectory.observations[-1:])
-        bootstrap = None if trajectory.terminated else self.agent.values(last_observation)
+        ended = trajectory.terminated or not self.args.advantage.bootstrap
+        bootstrap = None if ended else self.agent.values(last_observation)
         if bootstrap is None:
             return total, 0.0
         weight = gamma ** len(rewards)
@@ -209,7 +210,7 @@ class AgentAuditor:
 
     @torch.no_grad()
     def rollout(self, replays: Replays, episodes: Sequence[Trajectory], random: torch.Generator) -> AgentRollout:
-        """Pad episodes into a rollout, truncated after every `steps` steps of a copy as in training."""
+        """Pad episodes into a rollout, truncated as in training: after `steps` steps of a copy, or not at all."""
         lengths = torch.tensor([len(episode.rewards) for episode in episodes])
         observations = pad_sequence([replays.normalized(x.observations) for x in episodes], batch_first=True)
         actions = pad_sequence([torch.stack(episode.actions) for episode in episodes], batch_first=True)
@@ -217,8 +218,9 @@ class AgentAuditor:
         time = torch.arange(int(lengths.max()))
         mask, last = time < lengths.unsqueeze(1), time == lengths.unsqueeze(1) - 1
         offset = torch.randint(self.args.steps, (len(episodes), 1), generator=random)
-        cut = ((time + offset + 1) % self.args.steps == 0) & mask
-        ended = last & torch.tensor([[episode.terminated] for episode in episodes])
+        cut = ((time + offset + 1) % self.args.steps == 0) & mask & (not self.args.whole_episodes)
+        limits_end = not self.args.advantage.bootstrap
+        ended = last & torch.tensor([[episode.terminated or limits_end] for episode in episodes])
         values = self.agent.values(observations)
         return AgentRollout(
             observations=observations[:, :-1],
