@@ -155,6 +155,11 @@ AGENTS = {
         "env": EnvConfig(id="Hopper-v5", number=2, processes=True, normalize_observations=True, normalize_rewards=True),
         "steps": 64,
     },
+    "whole episodes, normalised": {
+        "env": EnvConfig(id="CartPole-v1", number=2, normalize_observations=True, normalize_rewards=True),
+        "steps": 16,
+        "whole_episodes": True,
+    },
     "episodes that end with the rollout, normalised, in processes": {
         "env": EnvConfig(
             id="Acrobot-v1",
@@ -171,7 +176,11 @@ AGENTS = {
 
 
 @pytest.mark.parametrize(
-    "what", [*proofs("a transformer, steps of the critic alone", "MuJoCo, normalised, in processes"), list(AGENTS)[2]]
+    "what",
+    [
+        *proofs("a transformer, steps of the critic alone", "MuJoCo, normalised, in processes"),
+        *list(AGENTS)[2:],
+    ],
 )
 def test_a_resumed_agent_equals_an_uninterrupted_run(what, tmp_path):
     ControlTrainer(args=control(tmp_path / "whole", 2, **AGENTS[what])).train()

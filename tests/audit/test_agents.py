@@ -363,6 +363,15 @@ def test_a_truncated_return_bootstraps_from_the_critic():
     with opened as replays:
         (episode,) = auditor.episodes(replays, 1, generator(0, 1))
         assert auditor._return(replays, episode)[1] == 0.0, "without a critic a cut is an end, as in training"
+    limits_end = replace(args, advantage=AgentAdvantageConfig(gamma=0.9, bootstrap=False), whole_episodes=True, steps=2)
+    auditor, opened = replays_of(limits_end)
+    assert auditor._min_steps() == 0
+    with opened as replays:
+        (episode,) = auditor.episodes(replays, 1, generator(0, 1))
+        assert auditor._return(replays, episode)[1] == 0.0, "a limit is an end, as in training"
+        rollout = auditor.rollout(replays, [episode], generator(0, 2))
+    assert rollout.terminated.tolist() == [[False, False, True]]
+    assert not rollout.truncated.any(), "whole episodes are not cut"
 
 
 def test_estimators_bootstrap_where_rollouts_of_the_run_end():

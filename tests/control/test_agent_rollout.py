@@ -5,6 +5,7 @@ import os
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -16,12 +17,12 @@ from helpers.configs import quiet_agent
 from helpers.files import read_metrics
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Collector
-from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.control.control_trainer import ControlTrainer, refuse_unsplit
 from tokencredit.control.environment_wrappers import to_space
 from tokencredit.control.vector_environments import make_envs
 from tokencredit.core.advantages import gae
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.control import AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.control import AgentAdvantageConfig, AgentConfig, ControlConfig, EnvConfig, EpisodesConfig
 
 
 class Counter(gym.Env):
@@ -64,11 +65,15 @@ class Counter(gym.Env):
 gym.register("Counter-v0", Counter)
 
 
-def collect(steps, number=1, **kwargs):
+def collector_of(env, number=1):
     torch.manual_seed(0)
-    envs = make_envs(EnvConfig("Counter-v0", kwargs=kwargs), number, 0.99)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[8]))
-    return agent, Collector(envs, agent, seed=1).collect(steps)
+    envs = make_envs(env, number, 0.99)
+    return Collector(envs, Agent(envs.single_observation_space, envs.single_action_space, AgentConfig(hidden=[8])), 1)
+
+
+def collect(steps, number=1, **kwargs):
+    collector = collector_of(EnvConfig("Counter-v0", kwargs=kwargs), number)
+    return collector.agent, collector.collect(steps)
 
 
 def test_the_step_that_resets_is_no_transition():
@@ -98,6 +103,50 @@ def test_termination_is_worth_nothing_and_truncation_its_true_last_observation()
         advantages, _ = gae(rollout.rewards, rollout.values, gamma=0.9, lam=0.7, bootstrap=rollout.bootstrap, **flags)
         after = 0.0 if by == "termination" else 0.9 * last
         torch.testing.assert_close(advantages[0, 2], 3 + after - rollout.values[0, 2])
+
+
+def test_a_time_limit_is_an_end_without_bootstrap_and_the_end_of_a_rollout_is_not():
+    rollout = collector_of(EnvConfig("Counter-v0", kwargs={"by": "truncation"})).collect(6, bootstrap=False)
+    assert rollout.terminated[0].tolist() == [False, False, True, False, False, False]
+    assert rollout.truncated[0, -1]
+    advantages, _ = rollout.credit(AgentAdvantageConfig(), collector_of(EnvConfig("Counter-v0")).agent)
+    torch.testing.assert_close(advantages[0, 2], 3 - rollout.values[0, 2])
+
+
+def test_a_batch_of_whole_episodes_has_no_cut_and_no_reset_inside_an_episode():
+    collector = collector_of(EnvConfig("Counter-v0", kwargs={"ends": 4}), 5)
+    for number in (1, 2):
+        rollout = collector.collect(4, whole_episodes=True)
+        assert collector.taken == 20, "episodes as long as `steps` take no more"
+        assert rollout.mask.all()
+        assert rollout.observations[:, 0].tolist() == [[number, 0]] * 5
+    rollout = collector.collect(5, whole_episodes=True)
+    assert rollout.mask[0].tolist() == [True] * 4 + [False] + [True] * 4
+    assert rollout.terminated[0].nonzero().flatten().tolist() == [3, 8]
+    assert not rollout.truncated.any()
+    assert rollout.episodes == [(10.0, 4)] * 10
+
+
+def test_copies_whose_episodes_are_over_wait_for_the_others():
+    collector = collector_of(EnvConfig("CartPole-v1", normalize_observations=True, normalize_rewards=True), 4)
+    for _ in range(2):
+        rollout = collector.collect(20, whole_episodes=True)
+        lengths = [length for _, length in rollout.episodes]
+        assert collector.taken == int(rollout.mask.sum()) == sum(lengths)
+        assert int(rollout.terminated.sum()) == len(lengths)
+        for mask, ended in zip(rollout.mask, rollout.terminated, strict=True):
+            *earlier, last = ended.nonzero().flatten().tolist()
+            assert int(mask.sum()) >= 20 > sum(int(mask[: end + 1].sum()) for end in earlier[-1:])
+            assert mask.nonzero()[-1] == last, "nothing after the last whole episode"
+
+
+def test_whole_episodes_need_an_end_and_one_process(monkeypatch):
+    monkeypatch.setattr("tokencredit.control.agent_rollout.MAX_REPLAY_STEPS", 10)
+    with pytest.raises(RunStopped, match=r"whole_episodes is true; set a limit, such as env\.kwargs"):
+        collector_of(EnvConfig("Counter-v0", kwargs={"ends": 100})).collect(5, whole_episodes=True)
+    two = SimpleNamespace(count=2, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"^whole_episodes is true; it needs one process, and there are 2$"):
+        refuse_unsplit(ControlConfig(whole_episodes=True), two)
 
 
 def test_an_episode_that_outlives_the_rollout_is_cut_off_there():

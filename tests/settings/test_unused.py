@@ -273,6 +273,12 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("sampling", "layers"),
         ]
     ],
+    (
+        "control",
+        {"critic.kind": "none", "advantage.estimator": "reward_to_go", "advantage.bootstrap": False},
+        "advantage.bootstrap",
+        "with critic.kind: none",
+    ),
     ("control", {"env.clip": 5.0}, "env.clip", "without env.normalize_observations or env.normalize_rewards"),
     ("control", {"agent.hidden": [], "agent.activation": "relu"}, "agent.activation", "without agent.hidden"),
     ("control", {"agent.context": 4}, "agent.context", "without agent.policy: transformer"),
