@@ -1,5 +1,6 @@
 import inspect
 import math
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -348,6 +349,21 @@ def test_arguments_of_other_libraries_are_answered_by_name(name):
         FUNCTIONS[name](**known, **options, dones=CUT)
     with pytest.raises(TypeError, match="last_value is not an argument of the estimators; give truncated="):
         FUNCTIONS[name](**known, **options, last_value=rows)
+
+
+def test_buffers_with_time_first_are_refused_where_a_length_shows_it():
+    rows, flags = torch.zeros(5, 3), torch.zeros(5, 3, dtype=torch.bool)
+    cut = {"gamma": 1.0, "lam": 1.0, "truncated": flags}
+    for bootstrap in (torch.zeros(3), torch.zeros(1, 3)):
+        message = rf"^bootstrap has shape {re.escape(str(tuple(bootstrap.shape)))} and rewards \(5, 3\), which looks li"
+        with pytest.raises(ValueError, match=message):
+            gae(rows, rows, bootstrap=bootstrap, **cut)
+    with pytest.raises(ValueError, match=r"^values has shape \(6, 3\) and rewards .* give rewards\.T, and the others"):
+        gae(rows, torch.zeros(6, 3), gamma=1.0, lam=1.0)
+    with pytest.raises(ValueError, match=r"^terminated has shape \(6, 3\) and rewards"):
+        gae(rows, rows, gamma=1.0, lam=1.0, terminated=torch.zeros(6, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"^bootstrap has shape \(3,\); it must be \(3, 3\)$"):  # either may be time
+        gae(rows[:3], rows[:3], bootstrap=torch.zeros(3), gamma=1.0, lam=1.0, truncated=flags[:3])
 
 
 def test_large_finite_numbers_are_not_refused():

@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from helpers.configs import keys
 from helpers.docs import names_in, table_rows
 from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.core.advantages import gae
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import settings_of
 from tokencredit.settings.foreign_names import suggestion
@@ -63,6 +65,25 @@ def written(tmp_path_factory):
         found[world] = {name for text in texts for name in json.loads(text)}
     found["text"] |= json.loads((folder / "text" / "samples.jsonl").read_text().splitlines()[0]).keys()
     return found
+
+
+def test_the_lines_for_cleanrl_s_buffers_give_its_advantages():
+    code = re.search(r"^```python\n(.*?)^```$", SECTIONS["CleanRL"], re.MULTILINE | re.DOTALL)[1]
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 40, 6, generator=generator)
+    dones = (torch.rand(41, 6, generator=generator) < 0.2).float()
+    dones, next_done, next_value = dones[:-1], dones[-1], torch.randn(1, 6, generator=generator)
+    assert 0 < next_done.sum() < 6
+    after = [*zip(values[1:], dones[1:], strict=True), (next_value[0], next_done)]
+    expected, following = torch.zeros(40, 6), torch.zeros(6)
+    for t, (value, done) in reversed(list(enumerate(after))):  # the recursion of CleanRL's ppo.py
+        following = rewards[t] + 0.99 * (1 - done) * (value + 0.95 * following) - values[t]
+        expected[t] = following
+    buffers = {"rewards": rewards, "values": values, "dones": dones, "next_done": next_done, "next_value": next_value}
+    names = buffers | {"torch": torch, "gae": gae}
+    exec(code, names)
+    torch.testing.assert_close(names["advantages"], expected)
+    torch.testing.assert_close(names["returns"], expected + values)
 
 
 def ours(section: str, cell: str) -> list[str]:

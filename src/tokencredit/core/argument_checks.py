@@ -12,8 +12,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 FOREIGN = {
     **dict.fromkeys(
-        ("dones", "done"),
-        "terminated=, where the next state is worth 0, and truncated= with bootstrap=, where an episode was cut off",
+        ("dones", "done", "next_done"),
+        "terminated=, true at the step after which the next state is worth 0, and truncated= with bootstrap=, where an "
+        "episode was cut off; CleanRL's dones[t] belongs to step t - 1 (docs/names.md)",
     ),
     **dict.fromkeys(
         ("last_value", "last_values", "next_value", "next_values"),
@@ -54,6 +55,21 @@ def require_flags(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     require_shape(name, tensor, shape)
     if tensor.dtype != torch.bool:
         raise ValueError(f"{name} has dtype {tensor.dtype}; it must be torch.bool")
+
+
+def refuse_time_first(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """Raise `ValueError` where the size of `tensor` shows that rewards of this `shape` are [time, env].
+
+    `bootstrap` has one number per column then, and the others one row more than there are steps.
+    """
+    require_tensors(**{name: tensor})
+    rows, columns = shape
+    last = ((columns,), (1, columns)) if rows not in (1, columns) else ()
+    if tuple(tensor.shape) in (last if name == "bootstrap" else ((rows + 1, columns),)):
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and rewards {(rows, columns)}, which looks like [time, env]; all "
+            "must be [batch, time]: give rewards.T, and the others as docs/names.md shows for CleanRL's buffers"
+        )
 
 
 def require_fraction(name: str, value: float) -> None:

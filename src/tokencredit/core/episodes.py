@@ -11,6 +11,7 @@ from torch import Tensor
 from tokencredit.core.argument_checks import (
     empty_rows,
     refuse_foreign,
+    refuse_time_first,
     require_acted,
     require_finite,
     require_flags,
@@ -173,7 +174,9 @@ def reverse_scan(deltas: Tensor, decays: Tensor) -> Tensor:
 def _require_shapes(rewards: Tensor, values: Tensor, flags: dict[str, Tensor | None], bootstrap: Tensor | None) -> None:
     if rewards.shape[1] == 0:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [batch, time] with time above 0")
-    require_tensors(values=values)
+    for name, tensor in {"values": values, **flags, "bootstrap": bootstrap}.items():
+        if tensor is not None:
+            refuse_time_first(name, tensor, rewards.shape)
     if values.dim() == 2 and values.shape == (len(rewards), rewards.shape[1] + 1):
         raise ValueError(
             f"values has shape {tuple(values.shape)}, one more than the steps; it must be {tuple(rewards.shape)}: give "
