@@ -197,8 +197,12 @@ def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, flo
     delta = float(np.mean(one) - np.mean(other)) if one and other else math.nan
     if min(len(one), len(other)) < 2:
         return delta, math.nan, math.nan
-    low, high = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
-    return delta, float(low), float(high)
+    parts = [np.var(values, ddof=1) / len(values) for values in (one, other)]
+    if not sum(parts):  # equal runs, such as those at the highest return
+        return delta, delta, delta
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (one, other), strict=True))
+    half = float(stats.t.ppf(0.975, freedom) * math.sqrt(sum(parts)))
+    return delta, delta - half, delta + half
 
 
 def number(value: float, digits: int = 3, sign: str = "") -> str:
@@ -274,10 +278,10 @@ def mean_curve(runs: Mapping[str, Run], metric: str) -> np.ndarray:
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
-    """Insert each table between its two comments in the page."""
+    """Insert each table, or text within a line, between its two comments in the page."""
     for name, text in tables.items():
-        pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page, places = pattern.subn(lambda found, text=text: f"{found[1]}{text}\n{found[2]}", page)
+        pattern = re.compile(rf"(<!-- table {name} -->(\n?)).*?(<!-- end -->)", re.DOTALL)
+        page, places = pattern.subn(lambda found, text=text: f"{found[1]}{text}{found[2]}{found[3]}", page)
         if places != 1:
             raise SystemExit(f"{PAGE} has {places} places for the table {name}")
     return page
@@ -446,6 +450,126 @@ def draw_turns(study: Study) -> None:
 Studies = Mapping[str, Study]
 
 
+def verdict(differences: Sequence[tuple[float, float, float]]) -> str:
+    """The verdict on a claim that each of these differences, with its 95 % interval, is above 0.
+
+    It holds if all intervals are above 0, does not hold if one is below 0, and else nobody can tell.
+    """
+    if any(high < 0 for _, _, high in differences):
+        return "**does not hold here**"
+    return "**holds here**" if differences and all(low > 0 for _, low, _ in differences) else "cannot tell"
+
+
+def judged(
+    study: Study, measure: Callable[[Run, str], float], metric: str, pairs: Sequence[tuple[str, str]]
+) -> tuple[str, str]:
+    """The verdict on the claim that the first variant of each pair is above the second, and the differences."""
+    there = [pair for pair in pairs if set(pair) <= set(study)]
+    sides = [[figures(study, variant, measure, metric) for variant in pair] for pair in there]
+    shown = [f"{one} less {other}: {less(study, one, other, measure, metric)}" for one, other in there]
+    return verdict([difference(*pair) for pair in sides]), "; ".join(shown)
+
+
+LAMBDA_CLAIMS: Mapping[str, tuple[Callable[[Run, str], float], str, Sequence[tuple[str, str]]]] = {
+    "λ = 0.95 ends above 0 and 1": (end, "train/average_return", [("0.95", "0"), ("0.95", "1")]),
+    "0 starts fastest": (early, "train/average_return", [("0", "0.95"), ("0", "1")]),
+    "1 is least steady": (unsteadiness, "train/average_return", [("1", "0"), ("1", "0.95")]),
+    "the advantages' deviation grows with λ": (whole, "advantage_std", [("0.95", "0"), ("1", "0.95")]),
+}
+"""Claims on λ: what is measured, and pairs of λ of which the first is above the second if the claim holds."""
+
+
+def by_lambda(studies: Studies) -> dict[str, Study]:
+    """The runs of each λ by environment and, where it is not a plain policy gradient, algorithm."""
+    sorted_: dict[str, dict[str, Mapping[str, Run]]] = {}
+    for name, study in {"HumanoidStandup": studies["humanoid"], "the pendulum": studies["pendulum"]}.items():
+        for variant, runs in study.items():
+            place = f"{name} with PPO" if variant.startswith("algorithm=ppo,") else name
+            sorted_.setdefault(place, {})[variant.rpartition("lam=")[2]] = runs
+    return sorted_
+
+
+def lambda_table(studies: Studies) -> str:
+    """A line per claim on λ: its verdict and differences in each environment."""
+    places = by_lambda(studies)
+    lines = ["| claim | " + " | ".join(places) + " |", "|" + "---|" * (len(places) + 1)]
+    for claim, (measure, metric, pairs) in LAMBDA_CLAIMS.items():
+        cells = [": ".join(judged(study, measure, metric, pairs)) for study in places.values()]
+        lines.append(f"| {claim} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def lambda_verdict(studies: Studies, claims: Sequence[str]) -> str:
+    """The verdicts on some claims on λ in a line."""
+    texts = []
+    for claim in claims:
+        verdicts = {place: judged(study, *LAMBDA_CLAIMS[claim])[0] for place, study in by_lambda(studies).items()}
+        texts.append(f"{claim}: " + ", ".join(f"{text} on {place}" for place, text in verdicts.items()))
+    return "; ".join(texts)
+
+
+def has(study: Study, metric: str) -> bool:
+    """True if a run of the study has this metric."""
+    return any(metric in run for runs in study.values() for run in runs.values())
+
+
+def older_lambda(studies: Studies) -> str:
+    """A note on kept runs from before the critic had steps of its own."""
+    places = {"HumanoidStandup": "humanoid", "the pendulum": "pendulum"}
+    older = [place for place, name in places.items() if not has(studies[name], "critic_value_loss")]
+    if not older:
+        return "All runs are of these recipes."
+    return (
+        f"**The kept runs on {' and '.join(older)} are of an older recipe, and decide nothing.** λ also changed the "
+        "targets of the critic, which learned in the policy's one step. Rollouts were cut after 1,000 or 250 steps, and "
+        "rewards divided by the deviation of a return that carried on over truncations."
+    )
+
+
+CRITIC_FREE = ("uniform", "group_relative", "leave_one_out")
+
+
+def trained_critics(text: Study) -> bool:
+    """True if kept runs of estimators that read no critic trained one all the same."""
+    return any(
+        has({name: text[name]}, "value_loss") for name in map("estimator={}".format, CRITIC_FREE) if name in text
+    )
+
+
+def uniform_verdict(text: Study, cartpole: Study) -> str:
+    """The verdict on credit by token against one credit per text, or on CartPole per episode."""
+    words, differences = judged(text, whole, "reward", [("estimator=gae", "estimator=uniform")])
+    note = ", compared with `uniform` runs that [trained a critic too](#7a-every-estimator)" * trained_critics(text)
+    games, steps = judged(cartpole, whole, "train/average_return", [("estimator=gae", "estimator=total_return")])
+    return (
+        f"on texts of at most 24 tokens: {words}, {differences} of mean reward{note}. On CartPole, beside one credit for "
+        f"all steps of an episode: {games}, {steps} of mean return"
+    ).replace("estimator=", "")
+
+
+def critic_free_note(text: Study) -> str:
+    """A note on kept runs from before `critic.kind: none`."""
+    if not trained_critics(text):
+        return "`uniform`, `group_relative`, `leave_one_out` and rows with `critic=none` train no critic."
+    return (
+        "**Runs kept from before `critic.kind: none`.** `uniform`, `group_relative` and `leave_one_out` had a critic on "
+        "the shared trunk. They do not use it, but its value loss moved the policy through the trunk, even at a constant "
+        "reward. So their rows are not results of training without a critic, and the recipe's runs will replace them."
+    )
+
+
+CONTROL_BY_MAP = "token-gae-8-per-map"
+
+
+def map_control(study: Study) -> str:
+    """How much of the critic's lead is that it sees more maps."""
+    if CONTROL_BY_MAP not in study:
+        return f"The control with a critic and eight episodes per map, `{CONTROL_BY_MAP}`, has no kept runs yet."
+    pairs = [(CONTROL_BY_MAP, other) for other in ("group-relative", "leave-one-out")]
+    claim, differences = judged(study, whole, "reward", pairs)
+    return f"At equal maps a critic is still ahead of both: {claim}, {differences}."
+
+
 def studies() -> Studies:
     """All stored studies."""
     return {path.stem: read(path.stem) for path in DATA.glob("*.json")}
@@ -484,6 +608,7 @@ def tables(found: Studies) -> dict[str, str]:
         "unsteadiness of the return": (unsteadiness, "train/average_return"),
         "deviation of the advantages": (whole, "advantage_std"),
     }
+    explained = returns | {"explained variance, mean of all iterations": (whole, "explained_variance")}
     worlds = {f"correlation after {at}": (audited, f"{at} shown") for at in AUDITED[:3]} | {
         "share of the attainable after 15": (share, "15"),
         "after 60": (share, "60"),
@@ -570,8 +695,14 @@ def tables(found: Studies) -> dict[str, str]:
             base="estimator=gae",
         ),
         "cartpole": table(found["estimators-cartpole"], returns, base="estimator=gae"),
-        "humanoid": table(found["humanoid"], returns, pairs=[("lam=0.95", "lam=0"), ("lam=0.95", "lam=1")]),
-        "lambda": table(found["pendulum"], returns),
+        "critic-free": critic_free_note(found["estimators-text"]),
+        "verdict-7a": uniform_verdict(found["estimators-text"], found["estimators-cartpole"]),
+        "humanoid": table(found["humanoid"], explained),
+        "lambda": table(found["pendulum"], explained),
+        "older-lambda": older_lambda(found),
+        "claims-lambda": lambda_table(found),
+        "verdict-7b": lambda_verdict(found, list(LAMBDA_CLAIMS)[:3]),
+        "verdict-9": lambda_verdict(found, list(LAMBDA_CLAIMS)[3:]),
         "scaling": table(
             found["scaling"],
             {
@@ -587,6 +718,7 @@ def tables(found: Studies) -> dict[str, str]:
             pairs=[("large", "tiny")],
         ),
         "turns": table(at_equal_tokens(found["turns"]), solved, base="token-gae"),
+        "map-control": map_control(at_equal_tokens(found["turns"])),
         "ages": table(found["ages"], aged, base="age=0", pairs=corrected(found["ages"])),
         "ages-large-steps": table(
             found["ages-large-steps"], aged, base="age=0", pairs=corrected(found["ages-large-steps"])

@@ -55,7 +55,7 @@ STUDIES = {
 KEPT = ("reward", "reward_std", "kl", "kl_coef", "entropy", "ref_logprob", "length", "truncated", "distinct")
 KEPT += ("distinct_2", "repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
 KEPT += ("reward/NEGATIVE", "train/average_return", "total_steps", "eval/average_return", "tokens", "env/turns")
-KEPT += ("age_mean", "behavior_kl", "weight_mean", "weight_zero")
+KEPT += ("critic_value_loss", "age_mean", "behavior_kl", "weight_mean", "weight_zero")
 WORDS = 4
 
 

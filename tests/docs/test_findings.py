@@ -1,6 +1,7 @@
 """The tables of benchmarks/findings.md say what the kept metrics say."""
 
 import importlib.util
+import math
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,51 @@ def test_intervals_are_students_and_welchs(findings):
 
 def test_steadiness_looks_at_changes_in_the_second_half(findings):
     assert findings.unsteadiness({"x": [9.0, 1.0, 1.0, 2.0, 1.0, 2.0]}, "x") == pytest.approx(1.0)
+
+
+def test_a_verdict_asks_for_every_interval(findings):
+    above, over_zero, below = (1.0, 0.5, 1.5), (1.0, -0.5, 2.5), (-1.0, -1.5, -0.5)
+    assert findings.verdict([above, above]) == "**holds here**"
+    assert findings.verdict([above, over_zero]) == "cannot tell"
+    assert findings.verdict([above, below]) == "**does not hold here**"
+    assert findings.verdict([(1.0, math.nan, math.nan)]) == findings.verdict([]) == "cannot tell"
+    assert findings.difference([1000.0] * 3, [1000.0] * 3) == (0.0, 0.0, 0.0)
+    assert findings.verdict([(0.0, 0.0, 0.0)]) == "cannot tell", "equal runs"
+
+
+def test_verdicts_on_lambda_follow_the_runs_of_the_recipes(findings):
+    """Made-up runs, λ = 0.95 the best on the pendulum but with PPO, and no critic's steps on HumanoidStandup."""
+
+    def runs(height, **more):
+        returns = {seed: [height + seed] * 20 for seed in range(3)}
+        return {str(seed): {"train/average_return": x, "advantage_std": x} | more for seed, x in returns.items()}
+
+    own = {"critic_value_loss": [1.0]}
+    heights = {"0": 100, "0.95": 900, "1": 500}
+    pendulum = {f"algorithm=policy_gradient,lam={lam}": runs(height, **own) for lam, height in heights.items()}
+    pendulum |= {f"algorithm=ppo,lam={lam}": runs(500, **own) for lam in heights}
+    studies = {"pendulum": pendulum, "humanoid": {f"lam={lam}": runs(1000 - x) for lam, x in heights.items()}}
+    assert findings.lambda_verdict(studies, ["λ = 0.95 ends above 0 and 1"]) == (
+        "λ = 0.95 ends above 0 and 1: **does not hold here** on HumanoidStandup, **holds here** on the pendulum, "
+        "cannot tell on the pendulum with PPO"
+    )
+    header, _, first, *_ = findings.lambda_table(studies).splitlines()
+    assert header == "| claim | HumanoidStandup | the pendulum | the pendulum with PPO |"
+    assert "| **holds here**: 0.95 less 0: +800 [" in first
+    assert findings.older_lambda(studies).startswith("**The kept runs on HumanoidStandup are of an older recipe")
+    assert findings.older_lambda(studies | {"humanoid": pendulum}) == "All runs are of these recipes."
+
+
+def test_runs_without_a_critic_and_with_as_many_maps_replace_the_notes(findings):
+    def runs(height, **more):
+        return {str(seed): {"reward": [height + seed / 100] * 20} | more for seed in range(3)}
+
+    texts = {"estimator=gae": runs(0.9, value_loss=[1.0]), "estimator=uniform": runs(0.5)}
+    assert "train no critic" in findings.critic_free_note(texts)
+    texts["estimator=uniform"] = runs(0.5, value_loss=[1.0])
+    assert findings.critic_free_note(texts).startswith("**Runs kept from before")
+    grid = {"group-relative": runs(0.5), "leave-one-out": runs(0.5)}
+    assert "has no kept runs yet" in findings.map_control(grid)
+    assert "ahead of both: **holds here**, token-gae-8-per-map less group-relative: +0.4 [" in findings.map_control(
+        grid | {findings.CONTROL_BY_MAP: runs(0.9)}
+    )
