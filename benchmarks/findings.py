@@ -521,8 +521,8 @@ def older_lambda(studies: Studies) -> str:
         return "All runs are of these recipes."
     return (
         f"**The kept runs on {' and '.join(older)} are of an older recipe, and decide nothing.** λ also changed the "
-        "targets of the critic, which learned in the policy's one step. Rollouts were cut after 1,000 or 250 steps, and "
-        "rewards divided by the deviation of a return that carried on over truncations."
+        "targets of the critic, which learned in the policy's one step. Rollouts were cut after 1,000 or 250 steps, "
+        "and rewards divided by the deviation of a return that carried on over truncations."
     )
 
 
@@ -531,9 +531,7 @@ CRITIC_FREE = ("uniform", "group_relative", "leave_one_out")
 
 def trained_critics(text: Study) -> bool:
     """True if kept runs of estimators that read no critic trained one all the same."""
-    return any(
-        has({name: text[name]}, "value_loss") for name in map("estimator={}".format, CRITIC_FREE) if name in text
-    )
+    return any(has({name: text.get(f"estimator={name}", {})}, "value_loss") for name in CRITIC_FREE)
 
 
 def uniform_verdict(text: Study, cartpole: Study) -> str:
@@ -542,8 +540,8 @@ def uniform_verdict(text: Study, cartpole: Study) -> str:
     note = ", compared with `uniform` runs that [trained a critic too](#7a-every-estimator)" * trained_critics(text)
     games, steps = judged(cartpole, whole, "train/average_return", [("estimator=gae", "estimator=total_return")])
     return (
-        f"on texts of at most 24 tokens: {words}, {differences} of mean reward{note}. On CartPole, beside one credit for "
-        f"all steps of an episode: {games}, {steps} of mean return"
+        f"on texts of at most 24 tokens: {words}, {differences} of mean reward{note}. On CartPole, beside one credit "
+        f"for all steps of an episode: {games}, {steps} of mean return"
     ).replace("estimator=", "")
 
 
@@ -552,9 +550,10 @@ def critic_free_note(text: Study) -> str:
     if not trained_critics(text):
         return "`uniform`, `group_relative`, `leave_one_out` and rows with `critic=none` train no critic."
     return (
-        "**Runs kept from before `critic.kind: none`.** `uniform`, `group_relative` and `leave_one_out` had a critic on "
-        "the shared trunk. They do not use it, but its value loss moved the policy through the trunk, even at a constant "
-        "reward. So their rows are not results of training without a critic, and the recipe's runs will replace them."
+        "**Runs kept from before `critic.kind: none`.** `uniform`, `group_relative` and `leave_one_out` had a critic "
+        "on the shared trunk. They do not use it, but its value loss moved the policy through the trunk, even at a "
+        "constant reward. So their rows are not results of training without a critic; the recipe's runs will replace "
+        "them."
     )
 
 
@@ -567,7 +566,7 @@ def map_control(study: Study) -> str:
         return f"The control with a critic and eight episodes per map, `{CONTROL_BY_MAP}`, has no kept runs yet."
     pairs = [(CONTROL_BY_MAP, other) for other in ("group-relative", "leave-one-out")]
     claim, differences = judged(study, whole, "reward", pairs)
-    return f"At equal maps a critic is still ahead of both: {claim}, {differences}."
+    return f"With eight episodes per map a critic is ahead of both too: {claim}, {differences}."
 
 
 def studies() -> Studies:
