@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokencredit.errors import ConfigError as ConfigError
     from tokencredit.errors import RunStopped as RunStopped
     from tokencredit.report.comparison.compare import compare as compare
-    from tokencredit.report.reading import read_run as read_run
+    from tokencredit.report.notebook import read_run as read_run
     from tokencredit.runs.summary import Summary as Summary
     from tokencredit.settings.control import AgentAdvantageConfig as AgentAdvantageConfig
     from tokencredit.settings.control import AgentAuditConfig as AgentAuditConfig

@@ -113,7 +113,7 @@ def test_audited_completions_are_one_more_iteration(run):
 
 
 def test_the_tables_are_those_of_the_numbers(run):
-    found = audit_view.view(run)
+    found = audit_view.view(run.audit)
     credit, critic = run.audit["credit"], run.audit["critic"]
     assert len(found["estimators"]) == len(credit["estimators"])
     assert found["estimators"][0][0] == "gae, λ = 0.95 (this run's)"

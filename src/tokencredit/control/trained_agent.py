@@ -16,6 +16,7 @@ from tokencredit.control.agent_evaluation import choose_actions, load_agent
 from tokencredit.control.environment_wrappers import to_space
 from tokencredit.control.vector_environments import expected_warnings, make_copies, share_statistics, wrappers
 from tokencredit.errors import ConfigError
+from tokencredit.runs.summary import count
 from tokencredit.settings.control import ControlConfig
 
 
@@ -33,8 +34,12 @@ class TrainedAgent:
         self.space = plain.single_observation_space
         for each in (plain, envs):
             each.close()
-        self.name, self.generator = config.env.id, torch.Generator().manual_seed(seed)
+        self.run, self.name, self.generator = run, config.env.id, torch.Generator().manual_seed(seed)
         self.history: deque[np.ndarray] = deque(maxlen=config.agent.observations())
+
+    def __repr__(self) -> str:
+        parameters = count(sum(x.numel() for x in self.agent.parameters()))
+        return f"<TrainedAgent {self.run}: {self.name}, {parameters} parameters>"
 
     def reset(self) -> None:
         """Begin an episode: forget the observations of the one before, of which only a transformer reads more."""

@@ -43,7 +43,12 @@ def trust(run: Run) -> str | None:
         if run.python:
             command = "trainer.audit() in Python, or audit.every"
         return f"The credit on this page has not been measured against true values; to measure it: {command}"
-    return visible(credit_verdict(run.audit))
+    return verdict(run.audit)
+
+
+def verdict(audit: Mapping[str, Any]) -> str:
+    """The trust score of an audit as a sentence."""
+    return visible(credit_verdict(audit))
 
 
 def credit_error(run: Run, iteration: int) -> tuple[float, int] | None:
@@ -72,17 +77,17 @@ def entry(audit: Mapping[str, Any], kept: int) -> str:
     return name if kept == count else f"{name} (first {kept} of {count})"
 
 
-def view(run: Run) -> dict[str, Any] | None:
-    """Tables and chart data of a run's audit; None without one.
+def view(audit: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Tables and chart data of an audit; None without one.
 
     Returns:
         `estimators`, rows of label, correlation, sign agreement and gain as texts; `significant`, the number of tokens
         whose signs are compared; `critic`, rows of name, value, interval and meaning, empty without a critic; `caution`
         on them if they are noise; `chart`, the numbers of both charts.
     """
-    if run.audit is None:
+    if audit is None:
         return None
-    credit, critic = run.audit["credit"], run.audit["critic"]
+    credit, critic = audit["credit"], audit["critic"]
     marks = {credit["shown"]: " (this run's)"}
     rows = [
         (visible(label) + marks.get(label, ""), *(text(found[name]) for name in OF_ESTIMATOR))
@@ -90,7 +95,7 @@ def view(run: Run) -> dict[str, Any] | None:
     ]
     correlations = {visible(label): found["correlation"] for label, found in credit["estimators"].items()}
     return {
-        "size": measured(run.audit),
+        "size": measured(audit),
         "noise": text(credit["noise"]),
         "estimators": rows,
         "significant": credit["significant"],

@@ -74,7 +74,7 @@ OWN_PARTS = {"advantage.estimator": "estimator", "critic.kind": "critic", "ppo.l
 
 def render(run: Run) -> str:
     """The page as HTML."""
-    audit, samples, truths = audit_view.view(run), credit(run), audited(run)
+    audit, samples, truths = audit_view.view(run.audit), credit(run), audited(run)
     charts = sections(run.metrics)
     headline = chart_of(run_kind_of(run.config).headline)
     main = charts.get(section_of(headline), {}).pop(headline, None)
@@ -191,6 +191,12 @@ def credit(run: Run) -> list[dict[str, Any]]:
     limit = max(TOKENS // max(most, 1), 2)
     if len(numbers) > limit:
         numbers = [numbers[round(i * (len(numbers) - 1) / (limit - 1))] for i in range(limit)]
+    return views(run, [sample for number in numbers for sample in by_iteration[number]])
+
+
+def views(run: Run, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Samples of a run for the credit view."""
+    numbers = {sample["iteration"] for sample in samples}
     clip = run.setting("ppo.clip") if run.setting("ppo.loss") in (None, "clip") else None  # others clip no token
     kept = None if clip is None else clip_range((clip, run.setting("ppo.clip_high") or clip))
     masked = run.setting("ppo.mask_truncated")
@@ -199,8 +205,7 @@ def credit(run: Run) -> list[dict[str, Any]]:
     errors = {number: (audit_view.credit_error(run, number) or (None,))[0] for number in numbers}
     return [
         credit_view(run, s, None if s["truncated"] and masked else kept, means.get(number, 0.0), errors[number])
-        for number in numbers
-        for s in by_iteration[number]
+        for number, s in ((sample["iteration"], sample) for sample in samples)
     ]
 
 

@@ -139,7 +139,7 @@ class Run:
         """Iterations before the last change of what is scored."""
         return scored_anew(self.changes)
 
-    def frame(self, table: Literal["metrics", "samples", "tokens", "audit"]) -> Any:
+    def frame(self, table: Literal["metrics", "samples", "tokens", "audit"] = "metrics") -> Any:
         """A table as a `pandas.DataFrame`, with the names of metrics.jsonl and samples.jsonl as columns.
 
         Args:

@@ -11,6 +11,9 @@ from jinja2 import Environment, PackageLoader
 from tokencredit.errors import NotInstalled
 from tokencredit.runs.untrusted import visible
 
+SHADES = {"light": ("94 60 153", "230 97 1"), "dark": ("140 110 220", "230 120 20")}
+"""Colours of negative and positive numbers: purple and orange, which people with any colour vision tell apart."""
+
 
 def fill(template: str, **values: Any) -> str:
     """A self-contained page from a template.
@@ -26,8 +29,8 @@ def _pages() -> Environment:
     """The templates, each compiled once per process."""
     # Autoescape for text in the page; `tojson` for its data, which escapes HTML's special characters.
     pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
-    pages.filters |= {"visible": visible, "readable": readable, "two_digits": two_digits}
-    pages.globals["plotly"] = plotly
+    pages.filters |= {"visible": visible, "readable": readable, "two_digits": two_digits, "shade": shade}
+    pages.globals |= {"plotly": plotly, "shades": SHADES}
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
     return pages
 
@@ -47,6 +50,11 @@ def plotly() -> str:
 def readable(text: str) -> str:
     """A model's text with marked line ends and escaped unprintable characters."""
     return "⏎\n".join(map(visible, text.split("\n")))
+
+
+def shade(share: float) -> str:
+    """CSS colour of a number, by its share of the largest: ever thinner towards 0; page.js has the same."""
+    return f"rgb({SHADES['light'][share >= 0]} / {0.7 * min(abs(share), 1.0):.3f})"
 
 
 def two_digits(value: float | None) -> str:

@@ -20,6 +20,7 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.resuming import saved
 from tokencredit.runs.summary import Summary
 from tokencredit.runs.transcript import acted
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.training import AuditSettings, RunSettings
 
 State = dict[str, Any]
@@ -46,6 +47,11 @@ class Trainer(ABC):
     """Events to log when a run starts."""
     progress: Iteration | None = None
     """Metrics and samples so far of the iteration, once its update is complete."""
+
+    def __repr__(self) -> str:
+        what, folder = next(iter(self.overview()))[1], self.record.folder.path
+        done = f"{len(self.record.history)} of {self.record.args.iterations} iterations"
+        return f"<{type(self).__name__} {folder}: {visible(what)}, {done}>"
 
     @abstractmethod
     def overview(self) -> Iterable[tuple[str, str]]:

@@ -11,6 +11,7 @@ import torch
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
+from tokencredit.runs.summary import count
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.fields import unknown_key
 from tokencredit.settings.parts import label_of
@@ -23,6 +24,7 @@ from tokencredit.text.data.prompts import PromptBatch, load_prompts
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.critic import critic_folder
 from tokencredit.text.models.model_loading import max_prompt_length
+from tokencredit.text.models.precision import weights_in
 from tokencredit.text.models.run_models import load_source
 from tokencredit.text.ppo_setup import build_pipeline, build_player, evaluation_tasks
 from tokencredit.text.rewards.terms import build_terms
@@ -57,6 +59,11 @@ class Policy:
             context = max_prompt_length(self.model.lm, 0)
             longest = LONGEST if context is None else min(LONGEST, max(context // 2, 1))
             self.config = replace(self.config, rollout=replace(self.config.rollout, max_new_tokens=longest))
+
+    def __repr__(self) -> str:
+        parameters = count(weights_in(self.model.lm.parameters()))
+        critic = "no critic" if self.model.critic is None else "with its critic"
+        return f"<Policy {self.name}: {type(self.model.lm).__name__}, {parameters} parameters, {critic}>"
 
     def generate(
         self, prompt: Asked = None, n: int = 1, *, seed: int | None = None, ids: bool = False, **sampling: Any

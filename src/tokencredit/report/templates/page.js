@@ -2,10 +2,9 @@ const { headline, changes, curves, credit, opened, audited, alternatives, audit 
 const views = [...credit, ...audited]; // an audit is listed like an iteration
 const TRUTH = { advantage: "true advantage", value: "true value" };
 
-// Purple to orange, which people with any colour vision tell apart, ever thinner towards the middle.
-const ENDS = { light: ["94 60 153", "230 97 1"], dark: ["140 110 220", "230 120 20"] };
+const ENDS = {{ shades|tojson }};
 
-function colour(share) { // from −1 to 1
+function colour(share) { // from −1 to 1, ever thinner towards 0
   const [below, above] = dark.matches ? ENDS.dark : ENDS.light;
   return `rgb(${share < 0 ? below : above} / ${(0.7 * Math.min(Math.abs(share), 1)).toFixed(3)})`;
 }

@@ -19,6 +19,7 @@ from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, s
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.learn.rng import isolated
+from tokencredit.report.notebook import AuditRecord
 from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.loop import AT_END, audit_at_end
 from tokencredit.runs.recorder import RunRecord
@@ -166,7 +167,7 @@ class CompletionAuditor:
         audit = auditor.audit(number)
         return audit.record(number, settings, self.pipeline.tokenizer) | audit.judge(self.pipeline.processes)
 
-    def write(self, record: RunRecord, settings: AuditConfig | None) -> dict[str, Any]:
+    def write(self, record: RunRecord, settings: AuditConfig | None) -> AuditRecord:
         """Audit the policy as it is now, of all states by default: writes, shows and returns the audit."""
         if not record.history:
             raise ConfigError("there is nothing to audit: no iteration is done")
@@ -175,7 +176,7 @@ class CompletionAuditor:
         if record.main:
             record.folder.write_json(AUDIT, audit)
             record.screen.audit(audit)
-        return audit
+        return AuditRecord(audit)
 
     def cost(self, history: History) -> float:
         """Seconds per completion of an audit at the end; raises `ConfigError` if this run cannot be audited."""
