@@ -100,6 +100,19 @@ def test_the_package_itself_imports_nothing_of_its_own():
     assert python("-c", script).stdout == "[]\n"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")],
+)
+def test_the_package_shortens_the_waits_of_openmp_unless_the_user_has_set_them(chosen, expected, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    script = "import os, tokencredit\nprint(os.environ.get('GOMP_SPINCOUNT'))"
+    assert python("-c", script).stdout.strip() == expected
+
+
 def test_everything_public_has_a_docstring():
     for name in tc.__all__:
         assert inspect.getdoc(getattr(tc, name)), name

@@ -6,6 +6,7 @@ Every name is imported on first use, so that the command answers before torch is
 """
 
 import ast
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,14 @@ if TYPE_CHECKING:
     from tokencredit.tools.load_run import load as load
 
     __version__: str
+
+# What PyTorch and its OpenMP read when they are loaded, unless the user has set it.
+# With huge pages, new memory costs a quarter of the time.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# OpenMP's threads wait for each other by spinning. Beside another busy process they spin through its turns too, and an
+# iteration takes 3.5 times as long; with short waits it takes 1.7 times as long (benchmarks/RESULTS.md).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _public_names() -> dict[str, str]:

@@ -109,14 +109,8 @@ def command_parser(name: str) -> Parser:
 
 
 def set_up_libraries() -> None:
-    """Set what PyTorch and Transformers read from the environment when loaded, unless the user has set it."""
+    """Set what the hub's library reads from the environment when loaded, unless the user has set it."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the screen has its own progress bar
-    # With huge pages, new memory costs a quarter of the time.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # OpenMP's threads wait for each other by spinning. Beside another busy process they spin through its turns too, and
-    # an iteration takes 3.5 times as long; with short waits it takes 1.7 times as long (benchmarks/RESULTS.md).
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def describe(error: OSError) -> str:
