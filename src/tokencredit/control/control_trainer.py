@@ -37,7 +37,7 @@ from tokencredit.learn.state import nbytes
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
 from tokencredit.provenance.parts import describe, label
 from tokencredit.report.page import LARGEST, write_final_report
-from tokencredit.runs.loop import Iteration, State, Trainer, run
+from tokencredit.runs.loop import INTERRUPT, Iteration, State, Trainer, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.control import AgentConfig, ControlConfig
@@ -90,7 +90,7 @@ class ControlTrainer(Trainer):
         Raises:
             ConfigError: `run.dir` is in use, or cannot be resumed with these settings.
             RunStopped: numbers were not finite several times in a row, or an environment raised; the agent is saved.
-            KeyboardInterrupt: Ctrl-C; the agent is saved, except after a second Ctrl-C.
+            KeyboardInterrupt: Ctrl-C, as in `PPOTrainer.train`.
         """
         weights = nbytes(self.agent.parameters())
         with isolated(), threads(self.args.threads), expected_warnings(self.args.env):
@@ -210,6 +210,7 @@ class ControlTrainer(Trainer):
         own, everyone = state["process"], state["all_processes"]
         self.learner.load(state)
         lost = self.collector.load(own["collector"], everyone and [part["collector"] for part in everyone])
+        self.episodes.clear()
         self.episodes.extend((score, length) for score, length in state["episodes"])
         self.steps = state["steps"]
         set_random_state(own["random"])
@@ -225,8 +226,9 @@ class ControlTrainer(Trainer):
         write_final_report(self.record)
         audit = {"tokencredit audit RUN": "audit of the credit"} if self.args.run.save_every else {}
         self.record.next_steps({"tokencredit play RUN": "whole episodes with the trained agent"} | audit)
-        with suppress(Exception):  # everything is written; a process of an environment may be gone
-            self.envs.close()
+        if stopped_by != INTERRUPT:  # after which another train() goes on
+            with suppress(Exception):  # everything is written; a process of an environment may be gone
+                self.envs.close()
         return summary
 
 

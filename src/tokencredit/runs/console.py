@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
 from io import StringIO
 from types import TracebackType
 from typing import IO, Any, cast
@@ -22,6 +23,8 @@ from tokencredit.runs.untrusted import visible, visible_lines
 
 SIDE_BY_SIDE = 4
 """Most completions shown before and after; of episodes half as many."""
+CELL = 100
+"""Width of a notebook's output, in characters."""
 MESSAGE = 200
 """Most characters shown of a user's message, or of an observation."""
 SHOWN_METRICS = {
@@ -89,12 +92,66 @@ class Output(Console):
         leave_closed_output(NO_READER)
 
 
+class Cell(StringIO):
+    """One output of a notebook's cell, for all that a run prints in it, with text below that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell: int | None = None
+        """Number of the cell that the output belongs to."""
+        self.below: dict[str, str] = {}
+        """Texts below, by what they are."""
+        self.output: Any = None
+        """The handle that IPython gives of the output."""
+
+    def write(self, text: str) -> int:
+        """Add a text to the output of the cell that runs, after which a new one begins in another."""
+        self._begin()
+        written = super().write(text)
+        self._show()
+        return written
+
+    def place(self, **texts: str) -> None:
+        """Replace texts below."""
+        self._begin()
+        self.below |= texts
+        self._show()
+
+    def settle(self, name: str) -> None:
+        """Let what follows stand below a text that is below; drop the other texts there."""
+        text, self.below = self.below.get(name, ""), {}
+        self.write(text)
+
+    def _begin(self) -> None:
+        from IPython import get_ipython
+
+        if self.cell != (number := get_ipython().execution_count):
+            self.seek(0)
+            self.truncate()
+            self.cell, self.output = number, None
+
+    def _show(self) -> None:
+        from IPython.display import display
+
+        text = self.getvalue() + "".join(self.below.values())
+        shown = {"text/plain": text, "text/html": f'<pre style="white-space:pre-wrap">{escape(text)}</pre>'}
+        if self.output is None:
+            self.output = display(shown, raw=True, display_id=True)
+        else:
+            self.output.update(shown, raw=True)
+
+
 class Screen:
     """Progress and samples of one run; use as `with Screen(...)` around the training loop."""
 
     def __init__(self, iterations: int, *, console: Console | None = None, enabled: bool = True):
         """Prepare the screen of a run; `enabled=False` silences it."""
-        self.console = console or Output(quiet=not enabled, highlight=False)
+        options: dict[str, Any] = {"quiet": not enabled, "highlight": False}
+        self.console = console or Output(**options)
+        self.cell = Cell() if self.console.is_jupyter and enabled else None
+        """Where a notebook shows the run; None elsewhere."""
+        if self.cell is not None:  # Rich would make an output of every line
+            self.console = Output(**options, file=self.cell, width=CELL, force_jupyter=False, force_terminal=False)
         self.iterations = iterations
         self.progress = Bar(
             TextColumn("training"),
@@ -113,12 +170,26 @@ class Screen:
 
     def __enter__(self) -> Screen:
         self.progress.start()
+        self._place_progress()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.progress.stop()
+        if self.cell is not None:
+            self.cell.settle("progress")
+
+    def _place_progress(self) -> None:
+        """Show the progress in a notebook."""
+        if self.cell is not None:
+            self.cell.place(progress=self._rendered(self.progress.get_renderable()))
+
+    def _rendered(self, content: RenderableType) -> str:
+        """What the console would print."""
+        with self.console.capture() as capture:
+            self.console.print(content)
+        return capture.get()
 
     def say(self, text: str) -> None:
         """Print one line of untrusted text."""
@@ -141,7 +212,8 @@ class Screen:
             self.explained |= shown.keys()
         numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in shown.items())
         self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
-        if not self.console.is_terminal:
+        self._place_progress()
+        if not (self.console.is_terminal or self.cell is not None):
             of = f"/{self.iterations}" if self.iterations < OPEN_END else ""
             self.say(f"iteration {metrics['iteration']}{of}  {numbers}")
         elif evaluated := [
@@ -161,7 +233,7 @@ class Screen:
             self.say("in a table of samples:")
             self.pairs(columns.items(), indent="  ")
             self.explained.add("samples")
-        if not self.console.is_terminal:
+        if not (self.console.is_terminal or self.cell is not None):
             for sample in samples:
                 under = f"  reference {_reference(sample)}" if reference else ""
                 shown = str(_continued(sample)).replace("\n", "\n    ")
@@ -175,7 +247,10 @@ class Screen:
         for sample in samples:
             mean = [_reference(sample)] if reference else []
             table.add_row(f"{sample['reward']:.3f}", *mean, _continued(sample))
-        self.console.print(table)
+        if self.cell is not None:
+            self.cell.place(samples=self._rendered(table))
+        else:
+            self.console.print(table)
 
     def finish(self, summary: Summary, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
         """Show the outcome, with samples of the first and the last iteration."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ State = dict[str, Any]
 """A tree of dicts, lists, numbers, texts, None and tensors, for `checkpoint.write_checkpoint`."""
 Iteration = tuple[dict[str, float], list[dict[str, Any]]]
 """Metrics and samples of an iteration."""
+INTERRUPT = "interrupt"
+"""What stopped a run, of Ctrl-C."""
 AUDIT_SHARE = 0.07
 """Share of a run's time that the audit at its end plans with, so that it stays below 8 %."""
 MIN_AUDITED = 20.0
@@ -47,6 +50,8 @@ class Trainer(ABC):
     """Events to log when a run starts."""
     progress: Iteration | None = None
     """Metrics and samples so far of the iteration, once its update is complete."""
+    summary: Summary | None = None
+    """The run's summary; None until it has ended."""
 
     def __repr__(self) -> str:
         what, folder = next(iter(self.overview()))[1], self.record.folder.path
@@ -94,8 +99,12 @@ Steps = Generator[int, str | None, Summary]
 
 
 def run(trainer: Trainer, *, resume: bool, reserve: int, weights: int, first: Iterable[None] = ()) -> Summary:
-    """Run all remaining iterations, and return the run's summary; arguments and errors as in `steps`."""
-    remaining = steps(trainer, resume=resume, reserve=reserve, weights=weights, first=first)
+    """Run all remaining iterations, and return the run's summary; arguments and errors as in `steps`.
+
+    A trainer that was interrupted goes on with its run.
+    """
+    interrupted = trainer.summary is not None and trainer.summary.stopped_by == INTERRUPT
+    remaining = steps(trainer, resume=resume or interrupted, reserve=reserve, weights=weights, first=first)
     while True:
         try:
             next(remaining)
@@ -127,7 +136,8 @@ def steps(
         ConfigError: the run cannot start or resume.
         RunStopped: it ended early, or nothing was learned; the policy is saved.
         RunComplete: the run to be resumed has done all its iterations.
-        KeyboardInterrupt: after one Ctrl-C, likewise; after two, nothing more is written.
+        KeyboardInterrupt: after one Ctrl-C, likewise, except where Python is interactive, which gets the summary as if
+            the run were at its end; after two, nothing more is written.
         Exception: a bug, here or in a library; the policy is saved, and a note says where the run stopped.
     """
     if not isinstance(resume, bool):  # Transformers' trainers take a folder here
@@ -187,12 +197,13 @@ def _steps(trainer: Trainer, resume: bool, reserve: int, weights: int, first: It
     except KeyboardInterrupt:
         record.screen.say(f"stopped at once; {record.how_to_resume()}")
         raise
+    trainer.summary = summary
     if failure:
         record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
         raise failure
     if signal:
         record.screen.say(record.how_to_resume())
-    if signal == "SIGINT":
+    if signal == "SIGINT" and not hasattr(sys, "ps1"):  # a notebook or a prompt, whose next cell needs the summary
         raise KeyboardInterrupt
     return summary
 
@@ -242,7 +253,7 @@ def _reached(trainer: Trainer, metrics: Mapping[str, float]) -> str | None:
 
 def _stopped_by(signal: str | None) -> str | None:
     """A signal's name in the summary."""
-    return "interrupt" if signal == "SIGINT" else signal
+    return INTERRUPT if signal == "SIGINT" else signal
 
 
 def audit_at_end(

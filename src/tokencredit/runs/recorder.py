@@ -140,7 +140,7 @@ class RunRecord:
         # Which settings have changed since, and may they?
         self.config, self.failed = plain(config), False
         path = self.folder.path
-        if self.args.dir is None or not (path / "config.yaml").is_file():
+        if not (path / "config.yaml").is_file():
             known = "run.dir is not set" if self.args.dir is None else f"run.dir {str(path)!r} holds no run"
             raise ConfigError(f"resume_from_checkpoint is True, and {known}; set run.dir to the folder of a run")
         changed = resuming.allowed_changes(path / "config.yaml", self.config)

@@ -91,6 +91,7 @@ class Trackers:
         for tracker in self.active:
             with self._reported(f"{tracker.name} could not finish"):
                 tracker.finish()
+        self.active.clear()
 
     @contextmanager
     def _reported(self, failure: str) -> Iterator[None]:

@@ -184,7 +184,7 @@ class PPOTrainer(LoopByHand):
             ConfigError: `run.dir` is in use, or holds no run that can be resumed with these settings.
             RunStopped: losses, gradients or rewards were not finite several times in a row, a reward could not be
                 computed, a file could not be written, or memory ran out. The policy trained so far is saved.
-            KeyboardInterrupt: raised again after the policy is saved; a second Ctrl-C skips saving.
+            KeyboardInterrupt: after the policy is saved, except in a notebook; after a second, at once.
         """
         if self.handed_scores is not None:
             raise ConfigError(f"train() needs a reward: {NO_REWARD}")

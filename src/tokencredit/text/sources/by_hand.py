@@ -84,7 +84,6 @@ class LoopByHand(Trainer):
     """The batch that `learn` was given."""
     last: Batch | None = None
     """The batch that was learned from last, with its credit."""
-    summary: Summary | None = None
     remaining: Steps | None = None
 
     def start(self, resume: bool) -> dict[str, Any]:
@@ -272,8 +271,7 @@ class LoopByHand(Trainer):
         with self._own_rng():
             try:
                 return self.remaining.send(stopped_by)
-            except StopIteration as end:
-                self.summary = end.value
+            except StopIteration:
                 return len(self.record.history)
 
     def _rows_of(self, count: int) -> tuple[slice, int]:
