@@ -1,4 +1,4 @@
-"""A run in a real Jupyter kernel: one output, a running event loop, interrupts; and the notebooks as they are stored."""
+"""A run in a real Jupyter kernel: one output, an event loop, interrupts; and the notebooks as they are stored."""
 
 import html
 import re

@@ -3,6 +3,7 @@
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 import tokencredit as tc
@@ -73,7 +74,43 @@ def test_its_episodes_are_those_of_play(case, greedy, tmp_path):
             ended, total, length = terminated or truncated, total + reward, length + 1
         assert length == played["eval/average_length"]
         assert total == pytest.approx(played["eval/average_return"], rel=1e-5)
+    again = acting.play(seed=5, greedy=greedy)
+    assert len(again.rewards) == len(again.advantages) == len(again.actions) == length
+    assert sum(again.rewards) == pytest.approx(total, rel=1e-5)
+    assert (
+        repr(acting)
+        == f"<TrainedAgent {tmp_path / 'run'}: {env.id}, {sum(p.numel() for p in made.parameters()):,} parameters>"
+    )
+    assert again._repr_html_().count("<svg") == 3
     with pytest.raises(ConfigError, match=rf"the observation does not fit {env.id}, which has (Box|Dict)"):
         acting.act(np.zeros(7, np.float32))
     with pytest.raises(ConfigError, match="which is 'best'; the run of an agent has only its 'policy'"):
         tc.load(tmp_path / "run", "best")
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_credit_of_a_played_episode_is_gae_by_hand(scaled, tmp_path):
+    args = control_config(
+        tmp_path,
+        env=EnvConfig("CartPole-v1", number=2, normalize_rewards=scaled, kwargs={"max_episode_steps": 12}),
+        steps=32,
+        eval=EpisodesConfig(episodes=0),
+        run=quiet_agent(tmp_path / "run", 1),
+    )
+    ControlTrainer(args).train()
+    agent = tc.load(tmp_path / "run")
+    for seed in range(6):  # some of them fall, some reach the time limit
+        episode = agent.play(seed=seed, greedy=False)
+        last = torch.tensor(episode.observations[-1])
+        state = gym.make("CartPole-v1").unwrapped
+        state.reset()
+        state.state = last.numpy()
+        after, *_ = state.step(episode.actions[-1])
+        value = agent.agent.values(torch.tensor(after)).item()
+        values = [*episode.values, 0.0 if episode.terminated else value]
+        scale = agent._scaled(torch.ones(1)).item()
+        assert (scale == 1) == (not scaled)
+        expected, gamma, lam = 0.0, args.advantage.gamma, args.advantage.lam
+        for t in reversed(range(len(episode.rewards))):
+            expected = scale + gamma * values[t + 1] - values[t] + gamma * lam * expected
+            assert episode.advantages[t] == pytest.approx(expected, abs=1e-4)

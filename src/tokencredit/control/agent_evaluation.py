@@ -15,6 +15,7 @@ import torch
 from gymnasium.vector import VectorEnv
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
@@ -25,6 +26,10 @@ from tokencredit.settings.control import ControlConfig, EpisodesConfig
 COPIES = 10
 """Episodes that are played in parallel."""
 AGENT_FILE = "agent.safetensors"
+ENDLESS = (
+    f"an episode has not ended after {MAX_REPLAY_STEPS:,} steps; set a limit, such as env.kwargs: "
+    "{max_episode_steps: 1000}"
+)
 MOMENTS = ("mean", "var", "count")
 
 
@@ -82,10 +87,7 @@ def play(
             if overdue():
                 raise EpisodesUnfinished("a signal came before its episodes had ended")
             if (lengths[unfinished] >= MAX_REPLAY_STEPS).any():
-                raise EpisodesUnfinished(
-                    f"an episode has not ended after {MAX_REPLAY_STEPS:,} steps; set a limit, such as env.kwargs: "
-                    "{max_episode_steps: 1000}, or eval.episodes to 0"
-                )
+                raise EpisodesUnfinished(f"{ENDLESS}, or eval.episodes to 0")
             observation, _, _, _, info = envs.step(choose_actions(agent, observation, greedy, generator))
             lengths += 1
             for copy in np.flatnonzero(info["_episode"]) if "episode" in info else ():
@@ -99,12 +101,15 @@ def play(
 @torch.no_grad()
 def choose_actions(agent: Agent, observations: np.ndarray, greedy: bool, generator: torch.Generator) -> np.ndarray:
     """The agent's most likely or sampled actions for observations `[copies, size]`, in the environment's format."""
-    distribution, outputs = agent.distribution, agent.outputs(torch.from_numpy(observations))
+    return agent.distribution.to_env(chosen(agent, torch.from_numpy(observations), greedy, generator).numpy())
+
+
+def chosen(agent: Agent, observations: Tensor, greedy: bool, generator: torch.Generator) -> Tensor:
+    """The same in the agent's format."""
+    distribution, outputs = agent.distribution, agent.outputs(observations)
     if greedy:
-        actions = distribution.greedy(outputs)
-    else:
-        actions = distribution.sample(outputs, distribution.noise((len(observations),), generator))
-    return distribution.to_env(actions.numpy())
+        return distribution.greedy(outputs)
+    return distribution.sample(outputs, distribution.noise((len(observations),), generator))
 
 
 def episode_metrics(prefix: str, episodes: list[tuple[float, int]]) -> dict[str, float]:
