@@ -7,7 +7,7 @@ VLLM_TESTS ?= tests/text/engines/vllm
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install train test compiled fast quick fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
-.PHONY: findings world fuzz-templates
+.PHONY: findings notebooks world fuzz-templates
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,6 +132,9 @@ doctor: install  ## Train and audit runs with a planted fault, and healthy ones,
 	.trl-venv/bin/python -m pip install --quiet torch==2.13.0
 	.trl-venv/bin/python -m pip install --quiet trl==1.9.2
 	touch $@
+
+notebooks: install  ## Execute the notebooks, each in a kernel of its own, and store nothing
+	$(BIN)/jupyter execute --timeout=600 notebooks/*.ipynb
 
 world: install  ## Train the built-in models anew
 	$(BIN)/python -m demo.build

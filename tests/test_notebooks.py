@@ -1,7 +1,9 @@
 """A run in a real Jupyter kernel: one output, an event loop, interrupts; and the notebooks as they are stored."""
 
+import ast
 import html
 import re
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +66,24 @@ def test_a_run_in_a_notebook_has_one_output_per_cell_and_goes_on_after_an_interr
         assert shown == text
     assert "resumed after iteration 1" in rest[0].data["text/plain"]
     assert "<svg" in run[0].data["text/html"]
+
+
+STORED = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
+def test_a_stored_notebook_is_valid_and_has_no_outputs(file):
+    notebook = nbformat.read(file, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in code:
+        ast.parse(cell.source)
+        assert (cell.outputs, cell.execution_count, cell.metadata) == ([], None, {})
+    assert notebook.cells[0].source.startswith("# ")
+    for target in re.findall(r"\]\(([^)#]+)", "".join(x.source for x in notebook.cells if x.cell_type == "markdown")):
+        assert target.startswith("https://") or (file.parent / target).exists()
+
+
+def test_there_are_notebooks():
+    assert [file.name[0] for file in STORED] == sorted({file.name[0] for file in STORED})
+    assert STORED

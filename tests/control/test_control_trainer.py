@@ -1,5 +1,7 @@
 import json
 import math
+import signal
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -361,3 +363,30 @@ def test_a_transformers_ratio_starts_at_1_in_every_update(tmp_path):
     agent = AgentConfig(policy="transformer", hidden=[16, 16], activation="gelu", context=4)
     trainer = ControlTrainer(small(tmp_path / "run", agent=agent))
     assert [trainer.iteration(number)[0]["first_ratio_error"] for number in (1, 2)] == [0.0, 0.0]
+
+
+def test_an_interrupted_run_of_a_notebook_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    whole, trainer = (ControlTrainer(control_config(tmp_path / name, 3)) for name in ("whole", "cut"))
+    expected = whole.train()
+    with monkeypatch.context() as context:
+        context.setattr(trainer, "evaluate", lambda number: {})
+        context.setattr(trainer, "give_credit", lambda rollout: signal.raise_signal(signal.SIGINT) or credit(rollout))
+        credit = type(trainer).give_credit.__get__(trainer)
+        summary = trainer.train()
+    assert (summary.stopped_by, summary.iterations) == ("interrupt", 1)
+    assert trainer.summary is summary
+    again = trainer.train()
+    assert (again.stopped_by, again.iterations, again.last) == ("iterations", 3, expected.last)
+    kept = [read_metrics(tmp_path / name) for name in ("whole", "cut")]
+    for name in ("loss", "train/average_return", "eval/average_return"):
+        assert kept[0][-1][name] == kept[1][-1][name]
+
+
+def test_a_script_gets_the_interrupt_and_the_summary_stays(tmp_path, monkeypatch):
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    trainer = ControlTrainer(control_config(tmp_path / "run", 3))
+    monkeypatch.setattr(trainer, "update", lambda *_: signal.raise_signal(signal.SIGINT) or {"loss": 0.0})
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.summary.stopped_by == "interrupt"

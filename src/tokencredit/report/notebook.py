@@ -90,7 +90,7 @@ class NotebookRun(Run):
             findings=findings[:FINDINGS],
             more=len(findings[FINDINGS:]),
             no_finding=no_finding(self.config, len(self.metrics)),
-            trust=audit_view.trust(self),
+            trust=audit_view.trust(self) if self.samples or self.audit else None,
             page=str(page) if page.is_file() else "",
         )
 
