@@ -51,16 +51,20 @@ class PlayedEpisode:
     """The episode ended in a terminal state, and not by a time limit."""
 
     def __repr__(self) -> str:
-        ending = "terminated" if self.terminated else "truncated"
-        return f"<PlayedEpisode: return {figure(sum(self.rewards))}, {len(self.rewards)} steps, {ending}>"
+        return f"<PlayedEpisode: return {figure(sum(self.rewards))} in {len(self.rewards)} steps, {self.ending}>"
+
+    @property
+    def ending(self) -> str:
+        """What ended the episode, in words."""
+        return "a terminal state" if self.terminated else "a time limit"
 
     def _repr_html_(self) -> str:
         steps = list(range(1, 1 + len(self.rewards)))
         charts = {"advantage of each step": self.advantages, "value before each step": self.values}
         return fill(
             "notebook.html",
-            name=repr(self)[1:-1],
-            story=[("shown", "per step")],
+            name="episode",
+            story=[("return", figure(sum(self.rewards))), ("steps", str(len(steps))), ("ended by", self.ending)],
             charts=[
                 drawn({"title": title, "lines": [{"name": title, "x": steps, "y": numbers}]})
                 for title, numbers in (charts | {"reward of each step": self.rewards}).items()
