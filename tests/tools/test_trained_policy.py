@@ -56,7 +56,7 @@ def test_the_command_and_python_sample_the_same_from_a_run_and_from_a_model(tmp_
 
 def test_ids_are_those_of_the_completions(capsys):
     policy = load("builtin:reviews")
-    assert repr(policy) == "<Policy builtin:reviews: LlamaForCausalLM, 1.7 million parameters, no critic>"
+    assert repr(policy) == "<Policy builtin:reviews: GPT2LMHeadModel, 1.7 million parameters, no critic>"
     ids = policy.generate(["The film was", "I had"], ids=True, **SMALL)
     texts = policy.generate(["The film was", "I had"], **SMALL)
     assert policy.tokenizer.batch_decode(ids, skip_special_tokens=True) == texts
