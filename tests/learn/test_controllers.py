@@ -25,6 +25,9 @@ def test_adaptive_by_hand():
     assert controller.coef == pytest.approx(0.204 * 0.99)
     controller.update(6.0, 1000)  # on target
     assert controller.coef == pytest.approx(0.204 * 0.99)
+    wide = KLController(0.2, target=6.0, horizon=10_000, error_clip=3.0)
+    wide.update(12.0, 1000)  # e = 1
+    assert wide.coef == pytest.approx(0.22)
 
 
 def test_an_adaptive_coefficient_stays_within_its_bounds():
@@ -51,6 +54,7 @@ def test_adaptive_goes_on_where_it_was():
         ({"target": 0.0}, "kl target is 0.0"),
         ({"target": math.inf}, "kl target is inf"),
         ({"horizon": -1}, "kl horizon is -1"),
+        ({"error_clip": 0.0}, "kl error_clip is 0.0"),
         ({"bounds": (0.0, 1.0)}, "the lower of bounds is 0.0"),
         ({"bounds": (0.5, 1.0)}, "kl_coef is 0.2; it must lie within its bounds, 0.5 to 1.0"),
         ({"coef": math.nan}, "kl_coef is nan"),
@@ -121,6 +125,13 @@ def test_patience_counts_checks_in_a_row():
     assert first_stop(EarlyStopping(reward=0.9, patience=3), rewards, [0.0] * 6) == ("reward", 5)
     assert first_stop(EarlyStopping(reward=0.9), rewards, [0.0] * 6) == ("reward", 0)
     assert first_stop(EarlyStopping(kl=10.0, patience=2), rewards, [11, 9, 11, 12, 11, 11]) == ("kl", 3)
+
+
+def test_both_rules_share_one_count():
+    stopping = EarlyStopping(reward=0.9, kl=10.0, patience=3)
+    assert first_stop(stopping, [1.0, 1.0, 0.5, 0.5], [9.0, 9.0, 11.0, 11.0]) == ("kl", 2)
+    stopping.reset()
+    assert first_stop(stopping, [1.0, 0.5, 1.0, 1.0], [11.0, 9.0, 11.0, 9.0]) is None
 
 
 def test_a_reset_forgets_all_checks():

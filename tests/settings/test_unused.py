@@ -91,6 +91,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "with critic.detach",
     ),
     ("text", {"critic.name": "reward-model"}, "critic.name", "without critic.kind: separate"),
+    ("text", {"critic.head": "linear", "critic.activation": "relu"}, "critic.activation", "without critic.head: mlp"),
     *[
         (
             "text",
@@ -105,6 +106,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
             ("pretrain", 2),
             ("layers", 1),
             ("head", "linear"),
+            ("activation", "relu"),
             ("init", "zeros"),
             ("detach", True),
             ("epochs", 1),
@@ -234,12 +236,22 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"kl.coef": 0.0, "kl.estimator": "k3"}, "kl.estimator", "without kl.coef"),
     ("text", {"kl.coef": 0.0, "kl.horizon": 100.0}, "kl.horizon", "without kl.target"),
     ("text", {"kl.horizon": 100.0}, "kl.horizon", "without kl.target"),
+    ("text", {"kl.error_clip": 1.0}, "kl.error_clip", "without kl.target"),
     *[
         (
             run_kind,
             {"optim.schedule": "constant", "optim.final_scale": 0.5},
             "optim.final_scale",
             "with optim.schedule: constant",
+        )
+        for run_kind in RUN_KINDS
+    ],
+    *[
+        (
+            run_kind,
+            {"optim.max_grad_norm": None, "optim.grad_norm": "max"},
+            "optim.grad_norm",
+            "without optim.max_grad_norm",
         )
         for run_kind in RUN_KINDS
     ],

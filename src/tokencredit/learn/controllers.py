@@ -8,9 +8,6 @@ from torch import Tensor
 from tokencredit.core.argument_checks import require_not_negative, require_positive
 from tokencredit.core.masked import Reduce, moments
 
-ERROR_CLIP = 0.2
-"""c, the clip of the relative error of the KL."""
-
 
 class KLController:
     """The KL coefficient: constant or, with a target, one that grows while the KL is above it and shrinks while below.
@@ -28,22 +25,25 @@ class KLController:
         *,
         target: float | None = None,
         horizon: float = 10_000.0,
+        error_clip: float = 0.2,
         bounds: tuple[float, float] = (1e-5, 10.0),
     ) -> None:
         """Start from `coef`, at least 0 and, with a target, within the bounds; `ValueError` for one out of its range.
 
-        `target` is a KL in nats per sequence, above 0; at the largest error, coef changes by about e^±c over one
-        `horizon` of sequences. The lower bound is above 0, since no factor changes a 0.
+        `target` is a KL in nats per sequence, above 0; at the largest error c, `error_clip`, coef changes by about e^±c
+        over one `horizon` of sequences. The lower bound is above 0, since no factor changes a 0.
         """
         require_not_negative("kl_coef", coef)
         if target is not None:
             require_positive("kl target", target)
             require_positive("kl horizon", horizon)
+            require_positive("kl error_clip", error_clip)
             low, high = bounds
             require_positive("the lower of bounds", low)
             if not low <= coef <= high:
                 raise ValueError(f"kl_coef is {coef}; it must lie within its bounds, {low} to {high}")
         self.coef, self.target, self.horizon, self.bounds = coef, target, horizon, bounds
+        self.error_clip = error_clip
 
     def update(self, kl: float, sequences: int) -> None:
         """Follow the mean KL, nats per sequence, of new sequences; with a target `ValueError` if it is not finite."""
@@ -51,7 +51,7 @@ class KLController:
             return
         if not math.isfinite(kl):
             raise ValueError(f"kl is {kl}; it must be finite")
-        error = min(max(kl / self.target - 1, -ERROR_CLIP), ERROR_CLIP)
+        error = min(max(kl / self.target - 1, -self.error_clip), self.error_clip)
         low, high = self.bounds
         self.coef = min(max(self.coef * (1 + error * sequences / self.horizon), low), high)
 
@@ -125,7 +125,7 @@ class EarlyStopping:
     """Stops a run once the KL or the reward has been above its threshold for `patience` checks in a row.
 
     A KL above its threshold means that the policy has drifted from the reference; a reward above its threshold, that
-    the goal is reached.
+    the goal is reached. Both share one count: a check counts if either is above.
     """
 
     def __init__(self, *, reward: float | None = None, kl: float | None = None, patience: int = 1) -> None:
@@ -136,11 +136,11 @@ class EarlyStopping:
 
     def reset(self) -> None:
         """Forget all checks."""
-        self._above = {"kl": 0, "reward": 0}
+        self._checks = 0
 
     def update(self, *, reward: float, kl: float) -> str | None:
         """Record one check; returns the reason to stop, "kl" or "reward", or None. NaN is never above a threshold."""
-        for name, value in (("kl", kl), ("reward", reward)):
-            threshold = self._thresholds[name]
-            self._above[name] = self._above[name] + 1 if threshold is not None and value > threshold else 0
-        return next((name for name, checks in self._above.items() if checks >= self.patience), None)
+        values = {"kl": kl, "reward": reward}
+        above = [name for name, limit in self._thresholds.items() if limit is not None and values[name] > limit]
+        self._checks = self._checks + 1 if above else 0
+        return above[0] if above and self._checks >= self.patience else None

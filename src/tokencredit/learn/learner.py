@@ -115,7 +115,7 @@ class Learner:
                 drop_gradients(self.parameters)
                 record = self.accumulate_gradients(whitened)
                 drop_gradients(self.frozen)
-                norm = clip_gradients(self.parameters, settings.max_grad_norm)
+                norm = clip_gradients(self.parameters, settings.max_grad_norm, settings.grad_norm)
                 # The only device synchronisation of a step. A step that is not finite anywhere is skipped everywhere.
                 *losses, grad_norm = torch.stack([*(micro.loss for micro in record), norm]).tolist()
                 if not self.processes.all(math.isfinite(sum(losses) + grad_norm)):
@@ -195,7 +195,7 @@ class Learner:
             self.processes.backward(value_loss)
             losses.append(value_loss.detach())
         self.processes.average_gradients(self.parameters)
-        norm = clip_gradients(self.parameters, self.settings.max_grad_norm)
+        norm = clip_gradients(self.parameters, self.settings.max_grad_norm, self.settings.grad_norm)
         total = self.processes.sum(torch.stack(losses).sum())
         loss, grad_norm = torch.stack([total, norm]).tolist()
         return loss, grad_norm

@@ -167,14 +167,14 @@ def schedule(name: str, *, warmup: int = 0, total: int = 0, final_scale: float =
     return factor
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """Clip the global gradient norm to `max_norm`, above 0; None only measures.
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, kind: str = "l2") -> Tensor:
+    """Clip the global gradient norm, `l2` or `max` (L∞), to `max_norm`, above 0; None only measures.
 
     Returns the norm before clipping, a scalar on the parameters' device; NaN or infinite if a gradient is.
     """
     parameters = list(parameters)
     plain = [p for p in parameters if not isinstance(p, DTensor)]
-    norm = _norm(parameters)
+    norm = _norm(parameters, math.inf if kind == "max" else 2.0)
     if max_norm is not None:
         require_positive("max_norm", max_norm)
         nn.utils.clip_grads_with_norm_(plain, max_norm, norm)
@@ -186,18 +186,18 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     return norm.to(parameters[0].device) if parameters else norm
 
 
-def _norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The global gradient norm; of sharded gradients over all processes, which is collective."""
+def _norm(parameters: Iterable[Tensor], order: float) -> Tensor:
+    """The global gradient norm of this order; of sharded gradients over all processes, which is collective."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = [x for x in gradients if isinstance(x, DTensor)]
-    norm = nn.utils.get_total_norm([x for x in gradients if not isinstance(x, DTensor)])
+    norm = nn.utils.get_total_norm([x for x in gradients if not isinstance(x, DTensor)], order)
     if not sharded:
         return norm
     mesh = sharded[0].device_mesh
     local = [x.to_local() for x in sharded]
-    own = nn.utils.get_total_norm(local).to(local[0].device)
+    own = nn.utils.get_total_norm(local, order).to(local[0].device)
     everywhere = DTensor.from_local(own.view(1), mesh, [Shard(0)]).full_tensor()
-    total: Tensor = torch.linalg.vector_norm(torch.cat([everywhere, norm.to(own.device).view(1)]))
+    total: Tensor = torch.linalg.vector_norm(torch.cat([everywhere, norm.to(own.device).view(1)]), order)
     return total
 
 

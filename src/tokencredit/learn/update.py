@@ -34,6 +34,8 @@ class UpdateSettings:
     for no limit."""
     max_grad_norm: float | None = None
     """Gradient clipping norm; None for no clipping."""
+    grad_norm: str = "l2"
+    """That norm: `l2`, or `max` for the largest magnitude of an element."""
 
 
 class NonFiniteUpdate(ArithmeticError):

@@ -125,6 +125,8 @@ class CriticConfig(CriticTraining):
     head: Literal["linear", "mlp"] = setting("mlp", needs=EXISTS)
     """Value head on the last hidden state: one linear layer, or an MLP with a hidden width of four times the
     trunk's."""
+    activation: Literal["gelu", "relu"] = setting("gelu", needs=(EXISTS, "head: mlp"))
+    """Activation between the two layers of an mlp head."""
     trunk_lr: float | None = setting(None, needs=("kind: separate", "not detach"), above=0)
     """Learning rate of a separate critic's trunk; null for optim.lr."""
     init: Literal["saved", "zeros", "orthogonal", "default"] = setting("saved", needs=EXISTS)

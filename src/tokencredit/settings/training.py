@@ -150,6 +150,7 @@ class PPOSettings(Group):
             "whiten_minibatches": advantage.whiten == "minibatch",
             "target_kl": self.target_kl,
             "max_grad_norm": optim.max_grad_norm,
+            "grad_norm": optim.grad_norm,
         }
 
 
@@ -235,6 +236,8 @@ class KLConfig(Group):
     above it and falls while it is below. null for a fixed coef."""
     horizon: float = setting(10_000.0, needs="target", above=0)
     """Horizon of the adaptation to `target`, in completions; a longer one adapts more slowly."""
+    error_clip: float = setting(0.2, needs="target", above=0)
+    """Clip of the relative error, KL / target − 1, in the adaptation; a wider one adapts faster far from the target."""
 
 
 @dataclass
@@ -256,8 +259,10 @@ class OptimConfig(Group):
     final_scale: float = setting(0.1, needs="schedule: not constant", at_least=0, at_most=1)
     """Final learning rate, as a fraction of the peak."""
     max_grad_norm: float | None = setting(1.0, above=0)
-    """Gradient clipping: a larger gradient is scaled down to this L2 norm, over all trained parameters together. null
+    """Gradient clipping: a larger gradient is scaled down to this norm, over all trained parameters together. null
     for none."""
+    grad_norm: Literal["l2", "max"] = setting("l2", needs="max_grad_norm")
+    """Norm of `max_grad_norm` and of the metric `grad_norm`: L2, or the largest magnitude of an element (L∞)."""
 
     def rates(self, iterations: int) -> dict[str, Any]:
         """Arguments of `learn.optim.schedule` for a run of this many iterations."""
@@ -273,7 +278,7 @@ class StopSettings(Group):
     """Mean reward of an iteration (metric `reward`, or an agent's `train/average_return`) above which the run stops;
     null for never."""
     patience: int = setting(1, needs="reward or kl", at_least=1)
-    """Consecutive iterations above a threshold (`reward`, or for texts `kl`) before the run stops."""
+    """Consecutive iterations above a threshold (`reward`, or for texts `kl`; either counts) before the run stops."""
 
 
 @dataclass

@@ -51,7 +51,8 @@ class Credit:
     def __init__(self, args: PPOConfig, reduce: Reduce, first: int = 0):
         """Start with empty running moments; `first` is the number of this process's first row in the whole batch."""
         self.args, self.reduce, self.first = args, reduce, first
-        self.kl = KLController(args.kl.coef, target=args.kl.target, horizon=args.kl.horizon, bounds=ADAPTED)
+        kl = args.kl
+        self.kl = KLController(kl.coef, target=kl.target, horizon=kl.horizon, error_clip=kl.error_clip, bounds=ADAPTED)
         self.scores = RunningMoments()
         self.baseline = RunningMoments()
         self.lam_choice = LamChoice()

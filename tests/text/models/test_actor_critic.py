@@ -72,6 +72,13 @@ def test_a_value_head_of_two_layers_is_four_times_as_wide():
     assert (head(torch.randn(3, 8)) == 0).all()
 
 
+def test_the_activation_of_a_value_head_is_gelu_or_relu():
+    states = torch.randn(3, 8)
+    for name, function in (("gelu", torch.nn.functional.gelu), ("relu", torch.relu)):
+        head = build_value_head("mlp", 8, "default", activation=name)
+        torch.testing.assert_close(head(states), head[2](function(head[0](states))))
+
+
 class Unlikelihood:
     """A loss to minimise."""
 

@@ -25,6 +25,7 @@ from tokencredit.text.models.run_models import build_policy
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rollout_passes import rollout_values
+from tokencredit.tools.load_run import load
 
 WORDS = ["acting", "plot", "film", "story", "ending", "music", "cast", "script"]
 NONE = CriticConfig(kind="none")
@@ -147,8 +148,9 @@ def test_a_run_that_starts_from_another_runs_policy_gets_its_critic_back_if_it_f
     fresh = PPOTrainer(args=small(tmp_path / "c", model=model, critic=alone(init="zeros")))
     assert fresh.policy.critic.head[-1].weight.abs().sum() == 0
     assert fresh.notes == []
-    (note,) = PPOTrainer(args=small(tmp_path / "c", model=model, critic=alone(head="linear"))).notes
-    assert note.endswith("starting a new one")
+    for changed in ({"head": "linear"}, {"activation": "relu"}):
+        (note,) = PPOTrainer(args=small(tmp_path / "c", model=model, critic=alone(**changed))).notes
+        assert note.endswith("starting a new one")
     (tmp_path / "a" / "critic" / "value_head.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match=r"value_head.safetensors: .*critic.init: zeros to start a new critic"):
         PPOTrainer(args=small(tmp_path / "d", model=model, critic=alone()))
@@ -289,6 +291,19 @@ def test_a_head_of_default_init_is_that_of_nn_linear():
     last = torch.nn.Linear(32, 1)  # which is made first
     assert torch.equal(head[0].weight, torch.nn.Linear(8, 32).weight)
     assert torch.equal(head[2].weight, last.weight)
+
+
+def test_a_head_with_relu_goes_on_with_relu_alone(tmp_path):
+    relu = partial(CriticConfig, activation="relu", init="default", lr=0.1, prefix_every=0)
+    first = PPOTrainer(args=small(tmp_path / "a", critic=relu()))
+    first.train()
+    model = ModelConfig(name=str(tmp_path / "a" / "policy"), dtype="float32")
+    again = PPOTrainer(args=small(tmp_path / "b", model=model, critic=relu(init="saved"))).policy.critic
+    states = torch.randn(4, first.policy.critic.head[0].in_features)
+    assert torch.equal(again.head(states), first.policy.critic.head(states))
+    assert torch.equal(load(tmp_path / "a").model.critic.head(states), again.head(states))
+    (note,) = PPOTrainer(args=small(tmp_path / "c", model=model, critic=CriticConfig(prefix_every=0))).notes
+    assert note.endswith("starting a new one")
 
 
 def test_a_model_without_a_name_gets_a_new_critic(tmp_path, tokenizer, monkeypatch):

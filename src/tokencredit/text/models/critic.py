@@ -43,9 +43,9 @@ HEAD_FILE = "value_head.safetensors"
 """File of a saved critic's head in its folder, which is also the model folder of a trunk of its own."""
 BINS = 51
 """Bins of a head with `critic.loss: histogram`."""
-LAYERS, FITTED = "layers", "fitted"
-"""Metadata keys of a value head's file: the layer of the policy's trunk that it reads, if not the last; and that its
-outputs are what a fit to scores of prefixes leaves of the values."""
+LAYERS, FITTED, ACTIVATION = "layers", "fitted", "activation"
+"""Metadata keys of a value head's file: the layer of the policy's trunk that it reads, if not the last; that its
+outputs are what a fit to scores of prefixes leaves of the values; and the activation of an mlp, if not GELU."""
 
 
 class Critic(nn.Module):
@@ -73,6 +73,8 @@ class Critic(nn.Module):
         """
         super().__init__()
         self.about = ({} if tap is None else {LAYERS: str(tap)}) | ({FITTED: "true"} if fitted else {})
+        if any(isinstance(layer, nn.ReLU) for layer in head.modules()):
+            self.about[ACTIVATION] = "relu"
         self.trunk, self.head, self.detach, self.tap, self.adapter = trunk, head, detach, tap, adapter
         if trunk is not None and detach:
             trunk.requires_grad_(False)
@@ -137,12 +139,9 @@ class Critic(nn.Module):
 
 
 def build_value_head(
-    kind: str,
-    size: int,
-    init: str = "zeros",
-    bins: int | None = None,
+    kind: str, size: int, init: str = "zeros", bins: int | None = None, activation: str = "gelu"
 ) -> ScaledHead | HistogramHead:
-    """A value head: one layer (`linear`), or two with a hidden width of four times `size` (`mlp`).
+    """A value head: one layer (`linear`), or two with a hidden width of four times `size` (`mlp`) and an activation.
 
     With `bins` it predicts a histogram of returns. With `zeros` an untrained critic predicts 0 rather than noise. With
     `orthogonal` the last layer starts with a row of norm 1, and a layer before it with orthogonal columns of norm √2
@@ -150,7 +149,8 @@ def build_value_head(
     `default` keeps the initialization of `nn.Linear`.
     """
     last = nn.Linear(size if kind == "linear" else 4 * size, bins or 1)
-    layers: list[nn.Module] = [last] if kind == "linear" else [nn.Linear(size, 4 * size), nn.GELU(), last]
+    between = nn.ReLU() if activation == "relu" else nn.GELU()
+    layers: list[nn.Module] = [last] if kind == "linear" else [nn.Linear(size, 4 * size), between, last]
     for layer in layers[::2]:
         assert isinstance(layer, nn.Linear)
         if init == "orthogonal":
@@ -234,7 +234,7 @@ def build_critic(
     init = "zeros" if args.init == "saved" else args.init
     bins = BINS if args.loss == "histogram" else None
     size = width(trunk or lm) if tap is None else lm.config.get_text_config().hidden_size
-    head = build_value_head(args.head, size, init, bins)
+    head = build_value_head(args.head, size, init, bins, args.activation)
     fitted = args.prefix_every not in (0, "auto")
     critic = Critic(head, trunk, adapter=adapter, detach=args.detach, tap=tap, fitted=fitted)
     saved = saved_start(args, model)
@@ -247,7 +247,7 @@ def build_critic(
     newly_cut = saved.trunk is None and trunk is not None and args.layers is not None
     shapes, own = ({key: x.shape for key, x in state.items()} for state in (weights, head.state_dict()))
     if kind_changed or newly_cut or about != critic.about or shapes != own:
-        parts = "critic.kind, critic.layers, critic.head, critic.loss and critic.prefix_every"
+        parts = "critic.kind, critic.layers, critic.head, critic.activation, critic.loss and critic.prefix_every"
         return critic, [f"the critic saved in {saved.folder} does not match {parts}: starting a new one"]
     head.load_state_dict(weights)
     return critic, [f"the critic continues from the one saved in {saved.folder}"]
@@ -256,7 +256,7 @@ def build_critic(
 def begin_with(critic: Critic, args: CriticConfig, saved: SavedCritic, weights: Mapping[str, Tensor]) -> str:
     """Start a critic with the values of another library's head, of one linear layer; returns a note.
 
-    An mlp computes the same values with two of its units, since GELU(x) − GELU(−x) = x.
+    An mlp computes the same values with two of its units: f(x) − f(−x) = x for GELU and ReLU.
     """
     weight, head = weights[f"{saved.layer}.weight"].float(), critic.head
     what = f"{saved.layer}.weight {list(weight.shape)} of {saved.head}"
@@ -297,7 +297,7 @@ def load_head(saved: SavedCritic) -> tuple[dict[str, Tensor], dict[str, str]]:
             of_head = f"{saved.layer}." if saved.layer else ""
             weights = {key: file.get_tensor(key) for key in file.keys() if key.startswith(of_head)}  # noqa: SIM118
             about = file.metadata() or {}
-            return weights, {name: about[name] for name in (LAYERS, FITTED) if name in about}
+            return weights, {name: about[name] for name in (LAYERS, FITTED, ACTIVATION) if name in about}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{saved.head}: {error}; set critic.init: zeros to start a new critic") from error
 

@@ -153,7 +153,7 @@ class OfflineTrainer(Trainer):
         # TRL's metrics are those of training if the whole model is in training mode.
         with training([lm, *self.training_modules]), self.precision.updates():
             loss, measured = self._passes(rows)
-        norm = float(clip_gradients(self.parameters, optim.max_grad_norm))
+        norm = float(clip_gradients(self.parameters, optim.max_grad_norm, optim.grad_norm))
         lengths = [len(ids) for row in rows for ids in texts(row)]
         read, sequences = self._sum(sum(lengths)), self._sum(len(lengths))
         metrics = {**self._with_perplexity(loss, measured), "grad_norm": norm, "tokens": read}
