@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -59,6 +59,12 @@ def early(run: Run, metric: str) -> float:
 def first(run: Run, metric: str) -> float:
     """The value of the first iteration, before any training."""
     return average(run[metric][:1])
+
+
+def gained(run: Run, metric: str) -> float:
+    """The mean over all iterations of the share of the way from the first one's figure to 1."""
+    start = first(run, metric)
+    return (whole(run, metric) - start) / (1 - start)
 
 
 def peak(run: Run, metric: str) -> float:
@@ -574,6 +580,177 @@ def studies() -> Studies:
     return {path.stem: read(path.stem) for path in DATA.glob("*.json")}
 
 
+class Claim(NamedTuple):
+    """A claim as comparisons within a study: the figure of each first variant is larger than that of the second."""
+
+    number: str
+    text: str
+    study: str
+    figure: str
+    measure: Callable[[Run, str], float]
+    comparisons: Sequence[tuple[str, str, str]]
+    """First variant, second variant, metric."""
+
+    def differences(self, study: Study) -> dict[tuple[str, str, str], tuple[float, float, float]]:
+        """The comparisons whose variants were run, each with its difference and interval."""
+        return {
+            (one, other, metric): difference(
+                figures(study, one, self.measure, metric), figures(study, other, self.measure, metric)
+            )
+            for one, other, metric in self.comparisons
+            if one in study and other in study
+        }
+
+
+SINGLE = ("base", "prefix", "temperature-2", "clip-0.3", "clip-0.1", "kl-0.5", "kl-0.75", "kl-0.8", "kl-1.0", "gae")
+SINGLE += ("kl-adaptive", "entropy-0.02", "max_grad_norm-0.5", "lr-8e-6", "orthogonal-head", "keep-mean")
+"""Variants of the study `negative-sentiment` with one change, or none."""
+CLAIMS = (
+    Claim(
+        "1",
+        "a lower coefficient with more entropy learns faster than any single change",
+        "negative-sentiment",
+        "reward, mean of all iterations",
+        whole,
+        [("kl_ent", other, "reward") for other in SINGLE],
+    ),
+    Claim(
+        "2a",
+        'removing "really" hinders',
+        "at-kl-0.5",
+        "reward, mean of all iterations",
+        whole,
+        [("base", "prefix", "reward")],
+    ),
+    Claim(
+        "2b",
+        "temperature 2.0 ruins coherence",
+        "at-kl-0.5",
+        "at the end",
+        end,
+        [("base", "temperature-2", "known"), ("base", "temperature-2", "ref_logprob")],
+    ),
+    Claim(
+        "2c",
+        "clip 0.3 speeds up, 0.1 slows down",
+        "at-kl-0.5",
+        "reward, mean of all iterations",
+        whole,
+        [("clip-0.3", "base", "reward"), ("base", "clip-0.1", "reward")],
+    ),
+    Claim(
+        "3",
+        "gentle steps are steadier",
+        "at-kl-0.5",
+        "unsteadiness of the reward",
+        unsteadiness,
+        [("base", "gentle", "reward")],
+    ),
+    Claim(
+        "4a",
+        "an orthogonal head settles sooner than zeros",
+        "at-kl-0.5",
+        "value loss, mean of all iterations",
+        whole,
+        [("base", "orthogonal-head", "value_loss")],
+    ),
+    Claim(
+        "4a'",
+        "an orthogonal head settles sooner than PyTorch's default",
+        "write-up",
+        "value loss, mean of all iterations",
+        whole,
+        [("base", "orthogonal-head", "value_loss")],
+    ),
+    Claim(
+        "4b",
+        "scores that keep their mean let values drift up",
+        "at-kl-0.5",
+        "value at the end",
+        end,
+        [("keep-mean", "base", "value")],
+    ),
+    Claim(
+        "13a",
+        "positive is learned sooner than negative",
+        "claims",
+        "share of the way to 1, mean of all iterations",
+        gained,
+        [("positive", "base", "reward")],
+    ),
+    Claim(
+        "13b",
+        "several objectives at once do not learn: each gains less than alone",
+        "claims",
+        "share of the way to 1, mean of all iterations",
+        gained,
+        [("base", "both", "reward/NEGATIVE"), ("story", "both", "reward/story")],
+    ),
+    Claim(
+        "13c",
+        "a lower temperature makes texts formulaic",
+        "claims",
+        "distinct pairs of tokens at the end",
+        end,
+        [("base", "temperature-0.5", "distinct_2")],
+    ),
+    Claim(
+        "13d",
+        "value clipping helps",
+        "claims",
+        "reward, mean of all iterations",
+        whole,
+        [("base", "no-value-clip", "reward")],
+    ),
+    Claim(
+        "13e",
+        "clipping gradients by L∞ learns faster than by L2",
+        "claims",
+        "reward, mean of all iterations",
+        whole,
+        [("max-norm", "l2-norm", "reward")],
+    ),
+)
+"""Claims whose verdict follows from `verdict`."""
+
+
+def verdicts(found: Studies) -> dict[str, str]:
+    """The verdict on each claim whose runs are kept, by its number."""
+    known = {claim.number: claim.differences(found.get(claim.study, {})) for claim in CLAIMS}
+    return {number: verdict([*pairs.values()]) for number, pairs in known.items() if pairs}
+
+
+def claim_table(found: Studies) -> str:
+    """The claims whose runs are kept, each with its least comparison and its verdict."""
+    lines = ["| | claim | figure | least comparison | verdict |", "|---|---|---|---|---|"]
+    answers = verdicts(found)
+    for claim in CLAIMS:
+        if claim.number not in answers:
+            continue
+        study = found[claim.study]
+        pairs = claim.differences(study)
+        one, other, metric = min(pairs, key=lambda pair: pairs[pair][0])
+        least = f"{one} less {other}: {less(study, one, other, claim.measure, metric)}"
+        lines.append(f"| {claim.number} | {claim.text} | {claim.figure} | {least} | {answers[claim.number]} |")
+    return "\n".join(lines)
+
+
+NOT_RUN = "No runs of this study are kept yet."
+
+
+def table_if_run(found: Studies, name: str, columns: Columns, pairs: Sequence[tuple[str, str]]) -> str:
+    """The table of a study beside its base, with those pairs that were run; `NOT_RUN` without kept metrics."""
+    if name not in found:
+        return NOT_RUN
+    study = found[name]
+    return table(study, columns, base="base", pairs=there(study, pairs))
+
+
+def there(study: Study, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pairs of variants that were both run."""
+    return [pair for pair in pairs if set(pair) <= set(study)]
+
+
 def corrected(study: Study) -> list[tuple[str, str]]:
     """Each variant with a correction, such as `age=2,clip`, and the variant of that age without one."""
     return [(variant, variant.split(",")[0]) for variant in study if "," in variant]
@@ -658,13 +835,31 @@ def tables(found: Studies) -> dict[str, str]:
         "behavior_kl, nats per token": (whole, "behavior_kl"),
         "clip_fraction": (whole, "clip_fraction"),
     }
+    price = ("kl_ent", "kl-1.0", "entropy-0.02", "kl-0.5", "kl-0.5-entropy-0.02", "gae")
     return {
+        "verdicts": claim_table(found),
+        "claims": table_if_run(
+            found,
+            "claims",
+            rewards
+            | {
+                "share of the way to 1": (gained, "reward"),
+                "NEGATIVE at the end": (end, "reward/NEGATIVE"),
+                "story at the end": (end, "reward/story"),
+                "distinct pairs of tokens": (end, "distinct_2"),
+                "value loss": (whole, "value_loss"),
+            },
+            [("positive", "base"), ("both", "base"), ("both", "story"), ("max-norm", "l2-norm")],
+        ),
+        "write-up": table_if_run(
+            found, "write-up", rewards | language | critic, [("orthogonal-head", "base"), ("stop", "kl_ent")]
+        ),
         "worlds": table(by_world(found["worlds"]), worlds),
         "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
         "course": table({**compared, **found["beside-trl"]}, course, base="learned critic"),
         "shares": table(job, shares),
         "lambdas": table({name: runs for name, runs in compared.items() if was_audited(runs)}, lambdas),
-        "kl": table(sentiment, rewards, base="base"),
+        "kl": table(sentiment, rewards, base="base", pairs=there(sentiment, [(name, "base") for name in price])),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),
         "language": table(learning, language, base="base", pairs=[("gentle", "base"), ("temperature-2", "base")]),
         "critic": table(heads, critic, pairs=[("orthogonal-head", "base"), ("keep-mean", "base")]),

@@ -41,6 +41,8 @@ STUDIES = {
     "at-kl-0.5": "negative-sentiment/at-kl-0.5.yaml",
     "spread": "negative-sentiment/spread.yaml",
     "hacking": "negative-sentiment/hacking.yaml",
+    "claims": "negative-sentiment/claims.yaml",
+    "write-up": "negative-sentiment/write-up.yaml",
     "estimators-text": "estimators/text.yaml",
     "estimators-cartpole": "estimators/cartpole.yaml",
     "humanoid": "humanoid-lambda/sweep.yaml",
@@ -55,7 +57,7 @@ STUDIES = {
 KEPT = ("reward", "reward_std", "kl", "kl_coef", "entropy", "ref_logprob", "length", "truncated", "distinct")
 KEPT += ("distinct_2", "repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
 KEPT += ("reward/NEGATIVE", "train/average_return", "total_steps", "eval/average_return", "tokens", "env/turns")
-KEPT += ("critic_value_loss", "age_mean", "behavior_kl", "weight_mean", "weight_zero")
+KEPT += ("reward/story", "critic_value_loss", "age_mean", "behavior_kl", "weight_mean", "weight_zero")
 WORDS = 4
 
 

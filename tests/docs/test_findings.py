@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,26 @@ def test_intervals_are_students_and_welchs(findings):
     error, freedom = (1 / 3 + 4 / 3) ** 0.5, (1 / 3 + 4 / 3) ** 2 / ((1 / 3) ** 2 / 2 + (4 / 3) ** 2 / 2)
     assert delta == -2.0
     assert (high - low) / 2 == pytest.approx(findings.stats.t.ppf(0.975, freedom) * error)
+
+
+def test_the_pages_verdicts_are_those_of_the_rule(findings):
+    page, verdicts = findings.PAGE.read_text(encoding="utf-8"), findings.verdicts(findings.studies())
+    rows = dict(re.findall(r"^\| (\w+) \| [^|]+ \| ([^|]+) \|$", page, re.M))
+    assert {"1", "2a", "2b", "2c", "3", "4a", "4b"} <= verdicts.keys()
+    for number in verdicts.keys() & rows.keys():
+        assert rows[number].startswith(verdicts[number]), number
+
+
+def test_a_claim_has_a_verdict_once_its_runs_are_kept(findings):
+    def runs(start, later):
+        return {seed: {"reward": [start] + [later + seed / 100] * 9} for seed in range(3)}
+
+    found = {"claims": {"base": runs(0.2, 0.4), "positive": runs(0.7, 0.9)}}
+    assert findings.verdicts(found) == {"13a": "**holds here**"}  # 0.6 of the way, and 0.225
+    assert findings.verdicts({"claims": {"base": runs(0.2, 0.8), "positive": runs(0.7, 0.75)}}) == {
+        "13a": "**does not hold here**"
+    }
+    assert "positive less base: +0.3" in findings.claim_table(found)
 
 
 def test_steadiness_looks_at_changes_in_the_second_half(findings):
