@@ -835,7 +835,7 @@ def tables(found: Studies) -> dict[str, str]:
         "behavior_kl, nats per token": (whole, "behavior_kl"),
         "clip_fraction": (whole, "clip_fraction"),
     }
-    price = ("kl_ent", "kl-1.0", "entropy-0.02", "kl-0.5", "kl-0.5-entropy-0.02", "gae")
+    price = ("kl_ent", "kl-1.0", "entropy-0.02", "kl-0.5", "kl-0.5-entropy-0.02", "gae", "gae-1.5")
     return {
         "verdicts": claim_table(found),
         "claims": table_if_run(
