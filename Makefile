@@ -7,7 +7,7 @@ VLLM_TESTS ?= tests/text/engines/vllm
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install train test compiled fast quick fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
-.PHONY: findings notebooks world fuzz-templates
+.PHONY: docs findings notebooks world fuzz-templates
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,10 @@ install: .venv/installed  ## Install everything into .venv: 2.4 GB, three to six
 
 .venv/installed: .venv/installed-run
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+.venv/installed-docs: .venv/installed-run
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 train: .venv/installed-run  ## Train the built-in language model: the main job, on two cores
@@ -68,6 +72,11 @@ test-vllm: .vllm-venv/installed  ## Test the engine vllm on a CPU, with runs and
 	.lowest-venv/bin/uv pip install --python .lowest-venv --resolution lowest-direct --editable ".[dev]"
 	touch $@
 
+# Whole and from nothing each time: a page that is not built again does not repeat its warnings.
+docs: .venv/installed-docs  ## Build the documentation site in build/site: a warning or a broken link fails
+	rm -rf build/site
+	$(BIN)/python -m sphinx -q -n -W --keep-going -c docs . build/site
+
 lint: install  ## Ruff: lint and format, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,7 +92,7 @@ format: install  ## Repair what Ruff can repair
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lock:  ## Write the versions installed in .venv into constraints.txt; first let `make test` pass with them
+lock: .venv/installed-docs  ## Write the versions installed in .venv into constraints.txt; first let `make test` pass with them
 	$(BIN)/python -m pip check
 	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable > .venv/frozen
 	sed '/^[^#]/d' constraints.txt > .venv/constraints

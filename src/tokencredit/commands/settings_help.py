@@ -95,7 +95,7 @@ def _commented(config: Any, indent: str) -> Iterator[str]:
         value, text = getattr(config, key), help_of(setting)
         group = is_dataclass(value)
         if not group:
-            text = f"{text} ({_type_and_range(setting)})"
+            text = f"{text} ({type_and_range(setting)})"
         yield ""
         yield from (f"{indent}# {line}" for line in textwrap.wrap(text, MAX_WIDTH - 2 - len(indent)))
         if group:
@@ -111,7 +111,7 @@ def _kind_first(term: Any) -> dict[str, Any]:
     return dict(sorted(asdict(term).items(), key=lambda pair: pair[0] not in KINDS))
 
 
-def _type_and_range(setting: Setting) -> str:
+def type_and_range(setting: Setting) -> str:
     """Type, range and null of a setting, in words."""
     options = options_of(setting.hint)
     words = [" or ".join(wanted_of(option) for option in options if option is not NoneType)]

@@ -184,7 +184,7 @@ def divergence_mask(
     """DPPO's weights: min(r, cap), but 0 for a token that has left the trust region and is pushed further out.
 
     A token has left if the divergence of the two-point distributions (this token, any other) exceeds the limit:
-    |π − μ| for "tv", KL(μ ‖ π) = μ log(μ / π) + (1 − μ) log((1 − μ) / (1 − π)) for "kl". It is pushed further out if
+    `|π − μ|` for "tv", KL(μ ‖ π) = μ log(μ / π) + (1 − μ) log((1 − μ) / (1 − π)) for "kl". It is pushed further out if
     its advantage has the sign of π − μ. A bound on the ratio alone stops rare tokens at tiny changes of probability.
     Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (arXiv 2602.04879).
 
