@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tokencredit
 
-sys.path.insert(0, str(Path(__file__).parent))  # for site_parts
+sys.path.insert(0, str(Path(__file__).parent))  # for site_parts.py
 
 project, author, release = "Tokencredit", "The Tokencredit authors", tokencredit.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "site_parts"]
