@@ -19,6 +19,7 @@ include_patterns = [
 exclude_patterns = [".*", "build", "runs", "src", "tests"]  # not walked
 
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"Tokencredit {release}"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]

@@ -30,7 +30,7 @@ def write_reference(_app: Sphinx) -> None:
 
 
 def list_notebooks(app: Sphinx, page: str, text: list[str]) -> None:
-    """Put the notebooks, if there are any, behind the first page of the navigation; an empty glob would be a warning."""
+    """Put notebooks behind the first page of the navigation, if there are any: an empty glob would be a warning."""
     if page == "index":
         notebooks = sorted(name for name in app.env.found_docs if name.startswith("notebooks/"))
         text[0] = text[0].replace("\nfirst\n", "\n".join(["", "first", *notebooks, ""]))

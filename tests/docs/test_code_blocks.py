@@ -1,7 +1,8 @@
 """Code blocks of the pages: commands have real options and values, settings are real, Python compiles.
 
-Blocks of python.md, from-trl.md, turns.md, your-own.md and rewards.md are run by the tests of those pages. Commands are
-not run: they train, install or need files of the reader's.
+Other tests run the blocks of python.md, from-trl.md, turns.md and your-own.md, and the functions and the service of
+rewards.md. Only compiled are those of README.md, audit.md, compare.md and serving.md, which train for minutes or read
+runs that others made. Commands are not run: they train, install, or need files of the reader's.
 """
 
 import re
