@@ -205,7 +205,7 @@ def test_clip_by_norm_by_hand():
 
 
 def test_clip_by_the_largest_element_by_hand():
-    parameters = with_gradients([3.0], [0.0, -4.0])
+    parameters = with_gradients([3.0], [0.0, -4.0], [])
     assert clip_gradients(parameters, 2.0, "max").item() == pytest.approx(4)
     torch.testing.assert_close(parameters[0].grad, torch.tensor([1.5]))
     torch.testing.assert_close(parameters[1].grad, torch.tensor([0.0, -2.0]))

@@ -190,12 +190,13 @@ def _norm(parameters: Iterable[Tensor], order: float) -> Tensor:
     """The global gradient norm of this order; of sharded gradients over all processes, which is collective."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = [x for x in gradients if isinstance(x, DTensor)]
-    norm = nn.utils.get_total_norm([x for x in gradients if not isinstance(x, DTensor)], order)
+    # Parts without elements, such as those of a small parameter in some processes, have no largest one.
+    norm = nn.utils.get_total_norm([x for x in gradients if not isinstance(x, DTensor) and x.numel()], order)
     if not sharded:
         return norm
     mesh = sharded[0].device_mesh
     local = [x.to_local() for x in sharded]
-    own = nn.utils.get_total_norm(local, order).to(local[0].device)
+    own = nn.utils.get_total_norm([x for x in local if x.numel()], order).to(local[0])
     everywhere = DTensor.from_local(own.view(1), mesh, [Shard(0)]).full_tensor()
     total: Tensor = torch.linalg.vector_norm(torch.cat([everywhere, norm.to(own.device).view(1)]), order)
     return total
