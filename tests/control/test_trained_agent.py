@@ -12,7 +12,7 @@ from helpers.proofs import proofs
 from tokencredit.control.agent_evaluation import Player, load_agent
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError
-from tokencredit.settings.control import AgentConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.control import AgentAdvantageConfig, AgentConfig, EnvConfig, EpisodesConfig
 
 
 class Parts(gym.Env):
@@ -88,12 +88,13 @@ def test_its_episodes_are_those_of_play(case, greedy, tmp_path):
         tc.load(tmp_path / "run", "best")
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_credit_of_a_played_episode_is_gae_by_hand(scaled, tmp_path):
+@pytest.mark.parametrize(("scaled", "bootstrap"), [(False, True), (True, False)])
+def test_the_credit_of_a_played_episode_is_gae_by_hand(scaled, bootstrap, tmp_path):
     args = control_config(
         tmp_path,
         env=EnvConfig("CartPole-v1", number=2, normalize_rewards=scaled, kwargs={"max_episode_steps": 12}),
         steps=32,
+        advantage=AgentAdvantageConfig(bootstrap=bootstrap),
         eval=EpisodesConfig(episodes=0),
         run=quiet_agent(tmp_path / "run", 1),
     )
@@ -107,7 +108,7 @@ def test_the_credit_of_a_played_episode_is_gae_by_hand(scaled, tmp_path):
         state.state = last.numpy()
         after, *_ = state.step(episode.actions[-1])
         value = agent.agent.values(torch.tensor(after)).item()
-        values = [*episode.values, 0.0 if episode.terminated else value]
+        values = [*episode.values, value if bootstrap and not episode.terminated else 0.0]
         scale = agent._scaled(torch.ones(1)).item()
         assert (scale == 1) == (not scaled)
         expected, gamma, lam = 0.0, args.advantage.gamma, args.advantage.lam

@@ -141,6 +141,7 @@ class TrainedAgent:
         read, acted, last = torch.stack(frames, 1), torch.stack(actions, 1), torch.zeros(1, len(rewards))
         last[0, -1] = 1
         values = agent.values(read)
+        ends = last.bool() & (bool(terminated[0]) or not config.advantage.bootstrap)
         rollout = AgentRollout(
             observations=read[:, :-1],
             actions=acted,
@@ -148,8 +149,8 @@ class TrainedAgent:
             logprobs=agent.distribution.logprobs(agent.outputs(read[0, :-1]), acted[0])[None],
             values=None if values is None else values[:, :-1],
             rewards=self._scaled(torch.tensor([rewards])),
-            terminated=last.bool() & bool(terminated[0]),
-            truncated=last.bool() & bool(truncated[0] & ~terminated[0]),
+            terminated=ends,
+            truncated=last.bool() & ~ends,
             bootstrap=None if values is None else values[:, 1:],
             episodes=[],
         )
