@@ -241,6 +241,25 @@ def test_a_resumed_run_reads_on_where_it_was_whatever_its_batches(answers, tmp_p
     assert len(set(read) | set(seen)) == 16
 
 
+def test_dpo_that_goes_on_after_an_error_keeps_its_reference(preferences, tmp_path):
+    run = {"dir": str(tmp_path / "run"), "iterations": 3, "save_every": 1, "trackers": []}
+    trainer = OfflineTrainer(DPOConfig.from_dict(settings(tmp_path / "run", run=run)), train_dataset=preferences)
+    step = trainer._step
+
+    def fails(number, batch):
+        if number == 2:
+            raise OSError("the disk is gone")
+        return step(number, batch)
+
+    trainer._step = fails
+    with pytest.raises(RunStopped, match="the disk is gone"):
+        trainer.train()
+    before = [dict(row) for row in trainer.examples]
+    trainer._step = step
+    trainer.train(resume_from_checkpoint=True)
+    assert [dict(row) for row in trainer.examples] == before
+
+
 def test_a_reward_model_is_not_begun_with_random_layers(data, tmp_path, tokenizer, capsys):
     from safetensors.torch import save_file
 

@@ -98,7 +98,7 @@ class OfflineTrainer(Trainer):
         size = nbytes(self.model.lm.parameters())
         with rng.isolated():
             rng.set_torch_state(self.rng)
-            if isinstance(self.args, DPOConfig) and self.summary is None:  # before weights are trained or loaded
+            if isinstance(self.args, DPOConfig) and not self.drawn:  # before weights are trained or loaded
                 places = range(min(self.steps * self.args.data.batch_size, len(self.examples)))
                 read = sorted({self._position(place) for place in places})
                 self._add_reference(self.examples if resume_from_checkpoint else [self.examples[i] for i in read])
