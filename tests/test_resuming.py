@@ -255,6 +255,17 @@ def test_without_checkpoints_nothing_is_thrown_away(tmp_path):
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_trainer_that_has_learned_does_not_begin_anew_with_its_weights(tmp_path):
+    args = control_config(tmp_path / "run", 3)
+    trainer = ControlTrainer(args)
+    trainer.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if it had been killed before the first one
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(ConfigError, match="this trainer's weights have changed since its start; make another trainer"):
+        trainer.train(resume_from_checkpoint=True)
+    ControlTrainer(args).train(resume_from_checkpoint=True)
+
+
 def test_a_finished_run_needs_more_iterations_to_resume(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     with pytest.raises(

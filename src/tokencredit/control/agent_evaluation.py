@@ -26,10 +26,6 @@ from tokencredit.settings.control import ControlConfig, EpisodesConfig
 COPIES = 10
 """Episodes that are played in parallel."""
 AGENT_FILE = "agent.safetensors"
-ENDLESS = (
-    f"an episode has not ended after {MAX_REPLAY_STEPS:,} steps; set a limit, such as env.kwargs: "
-    "{max_episode_steps: 1000}"
-)
 MOMENTS = ("mean", "var", "count")
 
 
@@ -87,7 +83,7 @@ def play(
             if overdue():
                 raise EpisodesUnfinished("a signal came before its episodes had ended")
             if (lengths[unfinished] >= MAX_REPLAY_STEPS).any():
-                raise EpisodesUnfinished(f"{ENDLESS}, or eval.episodes to 0")
+                raise EpisodesUnfinished(f"{endless()}, or eval.episodes to 0")
             observation, _, _, _, info = envs.step(choose_actions(agent, observation, greedy, generator))
             lengths += 1
             for copy in np.flatnonzero(info["_episode"]) if "episode" in info else ():
@@ -96,6 +92,14 @@ def play(
                     episodes[copy].append((float(info["episode"]["r"][copy]), int(info["episode"]["l"][copy])))
                     unfinished[copy] = len(episodes[copy]) < quota[copy]
     return [episode for done in episodes for episode in done]
+
+
+def endless() -> str:
+    """Message for an episode that does not end."""
+    return (
+        f"an episode has not ended after {MAX_REPLAY_STEPS:,} steps; set a limit, such as env.kwargs: "
+        "{max_episode_steps: 1000}"
+    )
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from gymnasium.vector import VectorObservationWrapper
 from gymnasium.vector.utils import concatenate, create_empty_array
 from torch import Tensor
 
-from tokencredit.control.agent_evaluation import ENDLESS, EpisodesUnfinished, choose_actions, chosen, load_agent
+from tokencredit.control.agent_evaluation import EpisodesUnfinished, choose_actions, chosen, endless, load_agent
 from tokencredit.control.agent_rollout import AgentRollout
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors, to_space
 from tokencredit.control.vector_environments import (
@@ -129,7 +129,7 @@ class TrainedAgent:
                 frames, actions, ended = [torch.tensor(observation)], list[Tensor](), False
                 while not ended:
                     if len(rewards) >= MAX_REPLAY_STEPS:
-                        raise EpisodesUnfinished(ENDLESS)
+                        raise EpisodesUnfinished(endless())
                     actions.append(chosen(agent, frames[-1], greedy, generator))
                     taken = agent.distribution.to_env(actions[-1].numpy())
                     observation, reward, terminated, truncated, _ = envs.step(taken)

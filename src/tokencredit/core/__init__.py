@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tokencredit.core.vocab_projection import *
 
 _NAMES = {
-    "argument_checks": "empty_rows refuse_foreign require_acted require_choice require_finite require_flags "
-    "require_fraction require_not_negative require_positive require_rows require_shape require_tensors",
+    "argument_checks": "empty_rows refuse_foreign refuse_time_first require_acted require_choice require_finite "
+    "require_flags require_fraction require_not_negative require_positive require_rows require_shape require_tensors",
     "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
     "estimator_table": "ESTIMATORS Estimator named parameters_of",
     "estimators": "Turns estimate estimate_by_turn",

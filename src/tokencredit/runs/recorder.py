@@ -158,6 +158,11 @@ class RunRecord:
                 f"{str(path)!r} has done all its {done} iterations; raise run.iterations to continue, above {done} "
                 f"(it is {self.args.iterations})"
             )
+        if state is None and len(self.history):
+            raise ConfigError(
+                f"{str(path)!r} has no checkpoint to go back to, and this trainer's weights have changed since its "
+                "start; make another trainer"
+            )
         lines = [] if state is None else load(resuming.for_trainer(state), {*changed, *replaced})
         self.processes.wait()  # all have read the checkpoint
         # Back to that iteration: later lines, an end's summary and a later audit go, and are written again.
