@@ -94,7 +94,7 @@ def test_every_public_function_of_tensors_is_here():
     functions = {name for name in core.__all__ if inspect.isfunction(getattr(core, name))}
     taking = {name for name in functions if "Tensor" in str(inspect.signature(getattr(core, name)))}
     # These take a name for the message, and their tensor may be any.
-    own = {f"require_{what}" for what in ("shape", "flags", "finite", "rows")}
+    own = {"refuse_time_first", *(f"require_{what}" for what in ("shape", "flags", "finite", "rows"))}
     assert taking - own == set(TENSORS)
 
 
