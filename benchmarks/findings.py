@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -217,12 +218,12 @@ def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, flo
     delta = float(np.mean(one) - np.mean(other)) if one and other else math.nan
     if min(len(one), len(other)) < 2:
         return delta, math.nan, math.nan
-    parts = [np.var(values, ddof=1) / len(values) for values in (one, other)]
-    if not sum(parts):  # equal runs, such as those at the highest return
+    if np.ptp(one) == np.ptp(other) == 0:  # equal runs, such as those at the highest return
         return delta, delta, delta
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (one, other), strict=True))
-    half = float(stats.t.ppf(0.975, freedom) * math.sqrt(sum(parts)))
-    return delta, delta - half, delta + half
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # one side may be equal runs, whose variance is rounding
+        low, high = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+    return delta, float(low), float(high)
 
 
 def number(value: float, digits: int = 3, sign: str = "") -> str:

@@ -133,12 +133,12 @@ class Credit:
             return scored
         rollout, options = scored.rollout, {"gamma": self.args.advantage.gamma}
         returns, _ = estimate("reward_to_go", rewards, options=options, **self._where(scored))
-        critic, batch = rollout.values, (returns, self._in_loss(rollout), self.first, self.reduce)
-        fitted, values = self.prefixes.values(scored.prefixes, critic, *batch)
+        batch = (rollout.values, returns, self._in_loss(rollout), self.first, self.reduce)
+        fitted, values = self.prefixes.values(scored.prefixes, *batch)
         if scored.ended is not None:
             self.prefixes.try_end(scored.ended, scored.prefixes, *batch)
         fitted, values = (x.masked_fill(~rollout.mask, 0.0) for x in (fitted, values))
-        return replace(scored, rollout=replace(rollout, values=values), fitted=fitted, critic_outputs=critic)
+        return replace(scored, rollout=replace(rollout, values=values), fitted=fitted, critic_outputs=rollout.values)
 
     def _choose_lam(self, scored: Batch, rewards: Tensor) -> None:
         """Let this batch count for `advantage.lam: auto`."""

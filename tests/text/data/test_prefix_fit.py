@@ -106,15 +106,17 @@ def test_an_end_is_kept_if_scores_with_it_tell_the_returns_clearly_better(noise,
     scores, returns = batch()
     mask = torch.ones_like(scores, dtype=torch.bool)
     late = scores + noise * torch.randn(scores.shape, generator=torch.Generator().manual_seed(4))
-    given, fit, ended = (returns, mask, 0, alone), PrefixFit(9), PrefixFit(9)
-    values_of(fit, late, *given)
+    outputs = torch.randn(scores.shape, generator=torch.Generator().manual_seed(5))  # of a saved critic
+    given, fit, ended = (outputs, returns + 0.1 * outputs, mask, 0, alone), PrefixFit(9), PrefixFit(9)
+    fit.values(late, *given)
     fit.try_end(Ended([7], scores), late, *given)
     assert fit.end == kept
-    values_of(ended, scores if kept else late, *given)
+    ended.values(scores if kept else late, *given)
+    assert fit.share == ended.share > 0.05
     copy = PrefixFit(9)
     copy.load_state_dict(json.loads(json.dumps(fit.state_dict())))
     assert copy.end == kept
-    assert torch.equal(values_of(copy, scores, *given), values_of(ended, scores, *given))
+    assert torch.equal(copy.values(scores, *given)[1], ended.values(scores, *given)[1])
 
 
 def test_the_critic_adds_its_share_where_it_tells_what_is_left():

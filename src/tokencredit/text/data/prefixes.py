@@ -284,7 +284,7 @@ class PrefixFit:
         fits = [PrefixFit(self.moments.shape[1]) for _ in range(2)]
         for fit, x in zip(fits, (ended.scores, scores), strict=True):
             fit.weight = self.weight
-            fit.values(x, None, *batch)
+            fit.values(x, *batch)
         self.end = []
         if fits[0].errors.min() < CLEARLY * fits[1].errors.min():
             self.end, self.moments, self.errors = ended.end, fits[0].moments, fits[0].errors
