@@ -197,10 +197,10 @@ def _steps(trainer: Trainer, resume: bool, reserve: int, weights: int, first: It
     except KeyboardInterrupt:
         record.screen.say(f"stopped at once; {record.how_to_resume()}")
         raise
-    trainer.summary = summary
     if failure:
         record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
         raise failure
+    trainer.summary = summary
     if signal:
         record.screen.say(record.how_to_resume())
     if signal == "SIGINT" and not hasattr(sys, "ps1"):  # a notebook or a prompt, whose next cell needs the summary

@@ -60,7 +60,7 @@ class Weights(Patient):
 
 STOPS = {
     "rollout": {"per_prompt": 4, "stop": ["."], "max_new_tokens": 16},
-    "eval": EvalConfig(every=3, samples=8, max_new_tokens=8),
+    "eval": EvalConfig(every=1, samples=8, max_new_tokens=8),
 }
 LORA = {"model": ModelConfig(dtype="float32", lora=LoraConfig(rank=2)), "rollout": {"temperature": 0.7}}
 
