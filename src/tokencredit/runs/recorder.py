@@ -218,7 +218,7 @@ class RunRecord:
             self.log(self.early.pop(0))
         self.started = time.perf_counter()
         self.environment |= environment() | self.processes.hardware() if self.main else {}
-        self.trackers.start(len(self.history) + 1, self.config)
+        self.trackers.start(len(self.history) + 1, self.config, self.run_kind.headline)
         for event in events:
             self.event(event)
 
@@ -243,6 +243,9 @@ class RunRecord:
             self.first_samples, self.last_samples = self.first_samples or samples, samples
         number = int(metrics["iteration"])
         self.trackers.log({name: value for name, value in metrics.items() if name != "iteration"}, number)
+        shown = self.show_every and number % self.show_every == 0
+        if samples and self.show_every and (shown or number in (1, self.args.iterations)):
+            self.trackers.log_samples(samples, number)
         if not self.main:
             return
         self.folder.append("metrics.jsonl", {k: v if math.isfinite(v) else None for k, v in metrics.items()})
@@ -253,7 +256,7 @@ class RunRecord:
             if finding.name not in self.warned:
                 self.warned.add(finding.name)
                 self.screen.say(f"iteration {number}: {finding.line()}")
-        if samples and self.show_every and number % self.show_every == 0:
+        if samples and shown:
             self.screen.samples(number, samples)
 
     def _judge(self, metrics: Mapping[str, float | None]) -> None:

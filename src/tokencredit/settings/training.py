@@ -364,8 +364,8 @@ class RunSettings(Group):
     """Parts, as a run's parts.json names them, that may differ from those that a resumed run began with, such as
     `reward[0].function`. Each change is an event, and a line in the curves."""
     trackers: list[Tracker] | None = None
-    """Experiment trackers (of Accelerate) that log the metrics, beside metrics.jsonl; null for TensorBoard if it is
-    installed."""
+    """Experiment trackers (of Accelerate) that log the settings and metrics; TensorBoard, W&B, Trackio and MLflow also
+    completions with their credit, as `show_every` says. null for TensorBoard if it is installed."""
 
     def __post_init__(self) -> None:
         """Put the home folder in place of `~`."""
@@ -385,6 +385,7 @@ class RunConfig(RunSettings):
     """Completions per iteration logged to samples.jsonl token by token, the first of the batch; 0 for none. all keeps
     every completion, as a Parquet file per iteration in samples/, and the first 8 in samples.jsonl."""
     show_every: int = setting(10, needs="samples", at_least=0)
-    """Iterations between tables of samples on the screen; 0 for none."""
+    """Iterations between tables of samples on the screen and in trackers, which also have the first and the last
+    iteration's; 0 for none."""
     push_to_hub: str | None = None
     """Hugging Face hub repository to which the final policy is uploaded; null for none."""
