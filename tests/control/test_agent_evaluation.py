@@ -17,7 +17,7 @@ from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.vector_environments import make_envs, statistics
 from tokencredit.distributed import signals
 from tokencredit.errors import ConfigError
-from tokencredit.settings.control import AgentConfig, EnvConfig, EpisodesConfig
+from tokencredit.settings.control import HOMEWORK_TAGS, AgentConfig, EnvConfig, EpisodesConfig
 
 
 @pytest.mark.slow
@@ -130,13 +130,18 @@ def test_evaluation_during_training_changes_no_training(tmp_path):
     for every in (0, 1):
         env = EnvConfig("Pendulum-v1", normalize_observations=True, normalize_rewards=True)
         run = quiet_agent(tmp_path / str(every), 2)
-        trainer = ControlTrainer(
-            control_config(tmp_path, env=env, eval=EpisodesConfig(every, episodes=3, greedy=False), run=run)
-        )
+        settings = EpisodesConfig(every, episodes=3, greedy=False, homework_tags=every == 1)
+        trainer = ControlTrainer(control_config(tmp_path, env=env, eval=settings, run=run))
         trainer.train()
         rows = read_metrics(tmp_path / str(every))
         assert ["eval/average_return" in row for row in rows] == [every == 1, True]
-        runs.append((drop_keys(rows, *TIMES, "eval/"), [p.tolist() for p in trainer.agent.parameters()]))
+        if every:  # as its readers pair them
+            tags = ("Train_EnvstepsSoFar", "Eval_AverageReturn")
+            pairs = [[row[tag] for tag in tags] for row in rows]
+            assert pairs == [[row["total_steps"], row["eval/average_return"]] for row in rows]
+        runs.append(
+            (drop_keys(rows, *TIMES, "eval/", *HOMEWORK_TAGS), [p.tolist() for p in trainer.agent.parameters()])
+        )
     assert runs[0] == runs[1]
 
 

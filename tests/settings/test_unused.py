@@ -295,6 +295,7 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("control", {"agent.hidden": [], "agent.activation": "relu"}, "agent.activation", "without agent.hidden"),
     ("control", {"agent.context": 4}, "agent.context", "without agent.policy: transformer"),
     ("control", {"agent.heads": 2}, "agent.heads", "without agent.policy: transformer"),
+    ("control", {"eval.homework_tags": True}, "eval.homework_tags", "without eval.every"),
     *[
         (
             "control",

@@ -40,7 +40,7 @@ from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import INTERRUPT, Iteration, State, Trainer, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
-from tokencredit.settings.control import AgentConfig, ControlConfig
+from tokencredit.settings.control import HOMEWORK_TAGS, AgentConfig, ControlConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.run_kind import CONTROL, own_parts
 from tokencredit.user_code.parts import load_parts, loaded_parts
@@ -147,6 +147,8 @@ class ControlTrainer(Trainer):
         self.progress = metrics, []
         if number == args.run.iterations or (args.eval.every and number % args.eval.every == 0):
             metrics |= self._by_main(partial(self.evaluate, number))
+            if args.eval.homework_tags:  # all of them in the same iterations: readers pair their points
+                metrics |= {tag: metrics[name] for tag, name in HOMEWORK_TAGS.items() if name in metrics}
         if args.audit.every and number % args.audit.every == 0:
             metrics |= self._by_main(partial(self.auditor.measure, number, self.record))
         return metrics, []

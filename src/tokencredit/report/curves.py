@@ -8,6 +8,7 @@ from typing import Any
 
 from tokencredit.runs.summary import mean
 from tokencredit.runs.untrusted import visible
+from tokencredit.settings.control import HOMEWORK_TAGS
 
 POINTS = 1000
 """Maximum points per curve; longer ones show means of neighbours."""
@@ -29,7 +30,7 @@ SECTIONS = {
     "Time": ("seconds", "tokens", "tokens_per_second", "steps_per_second", "total_steps"),
 }
 """Sections of charts, by prefixes of the charts' names; the others come last."""
-NO_CURVE = ("iteration", "limit/")
+NO_CURVE = ("iteration", "limit/", *HOMEWORK_TAGS)
 """Beginnings of names without a curve; the estimate of the attainable stands in one iteration."""
 SHARED = {
     "best": "reward",

@@ -21,6 +21,17 @@ from tokencredit.settings.training import (
     read_by,
 )
 
+HOMEWORK_TAGS = {
+    "Eval_AverageReturn": "eval/average_return",
+    "Eval_StdReturn": "eval/std_return",
+    "Eval_AverageEpLen": "eval/average_length",
+    "Train_AverageReturn": "train/average_return",
+    "Train_StdReturn": "train/std_return",
+    "Train_AverageEpLen": "train/average_length",
+    "Train_EnvstepsSoFar": "total_steps",
+}
+"""Metrics of agents by the tags of Berkeley's CS 285 homework."""
+
 
 @dataclass
 class EnvConfig(Group):
@@ -129,6 +140,9 @@ class EpisodesConfig(Group):
     videos: int = setting(0, at_least=0)
     """Extra episodes per evaluation, recorded in the run's `videos/` and not counted in its mean; needs
     `tokencredit[video]`."""
+    homework_tags: bool = setting(False, needs=("episodes", "every"))
+    """Metrics of iterations with an evaluation also under the tags of Berkeley's CS 285: `Eval_AverageReturn`,
+    `Train_EnvstepsSoFar`, …"""
 
 
 @dataclass
