@@ -11,6 +11,7 @@ from helpers.configs import control_config, quiet_agent
 from helpers.proofs import proofs
 from tokencredit.control.agent_evaluation import Player, load_agent
 from tokencredit.control.control_trainer import ControlTrainer
+from tokencredit.control.played_episode import scaled as as_learned
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentAdvantageConfig, AgentConfig, EnvConfig, EpisodesConfig
 
@@ -82,6 +83,8 @@ def test_its_episodes_are_those_of_play(case, greedy, tmp_path):
         == f"<TrainedAgent {tmp_path / 'run'}: {env.id}, {sum(p.numel() for p in made.parameters()):,} parameters>"
     )
     assert again._repr_html_().count("<svg") == 3
+    assert again._repr_html_().count("<img") == len(again.frames)
+    assert bool(again.frames) == (env.id != "Parts-v0")  # which draws nothing
     with pytest.raises(ConfigError, match=rf"the observation does not fit {env.id}, which has (Box|Dict)"):
         acting.act(np.zeros(7, np.float32))
     with pytest.raises(ConfigError, match="which is 'best'; the run of an agent has only its 'policy'"):
@@ -109,7 +112,7 @@ def test_the_credit_of_a_played_episode_is_gae_by_hand(scaled, bootstrap, tmp_pa
         after, *_ = state.step(episode.actions[-1])
         value = agent.agent.values(torch.tensor(after)).item()
         values = [*episode.values, value if bootstrap and not episode.terminated else 0.0]
-        scale = agent._scaled(torch.ones(1)).item()
+        scale = as_learned(torch.ones(1), agent.training, args.env.clip).item()
         assert (scale == 1) == (not scaled)
         expected, gamma, lam = 0.0, args.advantage.gamma, args.advantage.lam
         for t in reversed(range(len(episode.rewards))):

@@ -159,10 +159,11 @@ def wandb_records(file):
 
 @pytest.mark.filterwarnings("default")
 def test_wandb_has_all_of_a_run(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     args = tracked(tmp_path / "sweep" / "high" / "seed-1", "wandb")
+    wandb.teardown()  # its process writes until it ends
     [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows, settings, names = [], {}, set()
     for each in wandb_records(file):

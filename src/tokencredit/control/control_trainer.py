@@ -22,6 +22,7 @@ from tokencredit.control.agent import Agent
 from tokencredit.control.agent_evaluation import EpisodesUnfinished, Player, check_videos, episode_metrics, save_agent
 from tokencredit.control.agent_rollout import AgentRollout, Collector, NonFiniteReward
 from tokencredit.control.audit.agent_auditor import AgentAuditor
+from tokencredit.control.played_episode import play_episode
 from tokencredit.control.vector_environments import expected_warnings, make_envs
 from tokencredit.core.masked import moments, whiten
 from tokencredit.distributed.processes import Processes, threads
@@ -37,6 +38,7 @@ from tokencredit.learn.state import nbytes
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
 from tokencredit.provenance.parts import describe, label
 from tokencredit.report.page import LARGEST, write_final_report
+from tokencredit.runs.folder import EPISODE
 from tokencredit.runs.loop import INTERRUPT, Iteration, State, Trainer, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
@@ -196,11 +198,19 @@ class ControlTrainer(Trainer):
         try:
             if settings.episodes:
                 metrics = self.player.measure(settings, seed)
+                self._record_episode(number, seed)
             if settings.videos:
                 self.player.record(settings, seed, self.record.folder.path / "videos", f"iteration-{number}")
         except EpisodesUnfinished as error:
             self.record.event(f"an evaluation is skipped: {error}")
         return metrics
+
+    def _record_episode(self, number: int, seed: int) -> None:
+        """Play the first of the evaluation's episodes again, and write it with its credit for the page."""
+        overdue, greedy = self.record.signals.overdue, self.args.eval.greedy
+        options: dict[str, Any] = {"seed": seed, "greedy": greedy, "draw": True, "overdue": overdue}
+        episode = play_episode(self.args, self.advantage, self.agent, self.envs, **options)
+        self.record.folder.write_json(EPISODE, {"iteration": number, "greedy": greedy} | episode.record())
 
     def state(self) -> tuple[State, State]:
         """Resumable state, shared and of this process, which has its environments."""

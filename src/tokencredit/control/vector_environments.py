@@ -68,6 +68,7 @@ def make_envs(
     *,
     stack: int = 1,
     training: bool = True,
+    render: bool = False,
     videos: Path | None = None,
     prefix: str = "",
     processes: Processes | None = None,
@@ -75,15 +76,17 @@ def make_envs(
     """Copies of the environment that reset on the step after an episode's end, which is Gymnasium's default.
 
     `stack` observations are stacked, the oldest first; an episode's first one is repeated. Without `training` there are
-    no reward normalisation and no worker processes. Statistics are those of the copies of all `processes`.
+    no reward normalisation and no worker processes. With `render` the copies give pictures. Statistics are those of the
+    copies of all `processes`.
 
     Raises:
         ConfigError: unknown environment, missing dependency, or unsupported observation space.
     """
     layers: list[Callable[[gym.Env], gym.Env]] = [_ignore_sigint]
     options: dict[str, Any] = {}
-    if videos is not None:
+    if render or videos is not None:
         options["render_mode"] = "rgb_array"
+    if videos is not None:
         recording: dict[str, Any] = {"video_folder": str(videos), "name_prefix": prefix}
         layers.append(partial(RecordVideo, **recording | {"episode_trigger": lambda _: True}))
     if stack > 1:
@@ -191,8 +194,7 @@ def expected_warnings(args: EnvConfig) -> Iterator[None]:
     with warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", f".*{message}", UserWarning)
-        uses_mujoco = "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", ""))
-        if not uses_mujoco or importlib.util.find_spec("mujoco") is None:  # Gymnasium reports what is missing
+        if not uses_mujoco(args) or importlib.util.find_spec("mujoco") is None:  # Gymnasium reports what is missing
             yield
             return
         import mujoco
@@ -203,6 +205,11 @@ def expected_warnings(args: EnvConfig) -> Iterator[None]:
             yield
         finally:
             mujoco.set_mju_user_warning(before)
+
+
+def uses_mujoco(args: EnvConfig) -> bool:
+    """True if the environment is one of Gymnasium's with MuJoCo."""
+    return "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", ""))
 
 
 def save_envs(envs: VectorEnv) -> dict[str, Any]:

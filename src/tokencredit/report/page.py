@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokencredit.core.losses import clip_range
 from tokencredit.errors import NotInstalled
-from tokencredit.report import audit_view
+from tokencredit.report import agent_episode, audit_view
 from tokencredit.report.curves import chart_of, constant, section_of, sections
 from tokencredit.report.reading import REPORT, Run, read_run
 from tokencredit.report.templating import fill, readable, two_digits
@@ -75,6 +75,7 @@ OWN_PARTS = {"advantage.estimator": "estimator", "critic.kind": "critic", "ppo.l
 def render(run: Run) -> str:
     """The page as HTML."""
     audit, samples, truths = audit_view.view(run.audit), credit(run), audited(run)
+    episode = run.episode and agent_episode.view(run.episode)
     charts = sections(run.metrics)
     headline = chart_of(run_kind_of(run.config).headline)
     main = charts.get(section_of(headline), {}).pop(headline, None)
@@ -90,6 +91,7 @@ def render(run: Run) -> str:
         faded=audit_view.faded(run),
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
+        episode=episode,
         episodes=any("turns" in sample for sample in (*samples, *truths)),
         by_turn=run.setting("advantage.unit") == "turn",
         data={
@@ -101,6 +103,7 @@ def render(run: Run) -> str:
             "audited": truths,
             "alternatives": alternatives_of(run),
             "audit": audit and audit["chart"],
+            "episode": episode,
         },
         phrases=phrases(run.samples),
         constants=[

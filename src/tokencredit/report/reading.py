@@ -12,9 +12,11 @@ from typing import Any, Literal
 from tokencredit.audit.verdict import audited_rows
 from tokencredit.errors import ConfigError, importing
 from tokencredit.provenance.parts import Part
+from tokencredit.report.agent_episode import read_episode
 from tokencredit.runs.folder import (
     AUDIT,
     COMPLETIONS,
+    EPISODE,
     apply_choices,
     flat_terms,
     read_choices,
@@ -127,6 +129,8 @@ class Run:
 
     parts: Mapping[str, Part] = field(default_factory=dict, repr=False)
     """Descriptions of its functions, classes, objects, data and local models, by argument or key."""
+    episode: dict[str, Any] | None = field(default=None, repr=False)
+    """An agent's episode after the newest evaluation, as `agent_episode.EPISODE_FILE` describes it, or None."""
 
     @property
     def python(self) -> dict[str, Any]:
@@ -195,6 +199,7 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
         *(path, apply_choices(config, read_choices(path)), metrics, kept, outcome, audit),
         changes=read_changes(path / EVENTS),
         parts=read_parts(path),
+        episode=read_episode(path / EPISODE),
     )
 
 

@@ -21,6 +21,7 @@ from tokencredit.runs.jsonl import COUNT, EVENTS, TEXT, read_object, require
 from tokencredit.settings.fields import check_value
 
 AUDIT = "audit.json"
+EPISODE = "episode.json"
 LOCK = ".lock"
 """Empty file that a process holds locked while it trains the run."""
 JOB = ".job"
@@ -115,7 +116,7 @@ class RunFolder:
 
     def rewind(self, iteration: int, sizes: Mapping[str, int]) -> None:
         """Truncate files to their sizes at this iteration; remove later completions, an end's summary, and a later or
-        unreadable audit."""
+        unreadable audit or episode."""
         for file in (self.path / COMPLETIONS).glob("*.parquet"):
             if file.stem.isdecimal() and int(file.stem) > iteration:
                 file.unlink()
@@ -126,13 +127,13 @@ class RunFolder:
         if events.is_file():  # whose last line may be incomplete, after a power failure
             os.truncate(events, events.read_bytes().rfind(b"\n") + 1)
         (self.path / "summary.json").unlink(missing_ok=True)
-        audit = self.path / AUDIT
-        try:
-            number = read_object(audit, audit.read_bytes()).get("iteration") if audit.is_file() else iteration
-        except ConfigError:
-            number = None
-        if not isinstance(number, int) or number > iteration:
-            audit.unlink()
+        for file in (self.path / AUDIT, self.path / EPISODE):
+            try:
+                number = read_object(file, file.read_bytes()).get("iteration") if file.is_file() else iteration
+            except ConfigError:
+                number = None
+            if not isinstance(number, int) or number > iteration:
+                file.unlink()
 
     def require_writable(self) -> None:
         """Raise `ConfigError` if the folder exists, and no file can be written into it."""

@@ -1,0 +1,229 @@
+"""One episode of an agent, drawn, with the credit that training would give its steps."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import VectorEnv
+from torch import Tensor
+
+from tokencredit.control.agent import Agent
+from tokencredit.control.agent_evaluation import EpisodesUnfinished, chosen, endless, no_display
+from tokencredit.control.agent_rollout import AgentRollout
+from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
+from tokencredit.control.vector_environments import make_envs, share_statistics, statistics, uses_mujoco
+from tokencredit.report.agent_episode import STEPS
+from tokencredit.report.notebook import drawn
+from tokencredit.report.templating import fill
+from tokencredit.runs.summary import figure
+from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.training import AdvantageSettings
+
+FRAMES = 16
+"""Fewest frames of a long episode; the most are twice as many, and the last."""
+PIXELS = 160
+"""Largest side of a frame."""
+
+
+@dataclass(frozen=True, repr=False)
+class PlayedEpisode:
+    """An episode with the credit of its steps; lists have an entry per step. A notebook draws it."""
+
+    observations: list[list[float]]
+    """As the agent read them: flat, and normalised if the run's are."""
+    actions: list[Any]
+    rewards: list[float]
+    """As the environment gave them."""
+    values: list[float] | None
+    """The critic's values of the states before the actions; None without a critic."""
+    advantages: list[float]
+    """By the run's estimator, in units of its rewards, which `env.normalize_rewards` scales."""
+    terminated: bool
+    """The episode ended in a terminal state, and not by a time limit."""
+    frames: list[tuple[int, bytes]] = field(default_factory=list)
+    """Pictures of the environment, as PNG, and the number of steps before each; empty if it is not drawn."""
+
+    def __repr__(self) -> str:
+        return f"<PlayedEpisode: return {figure(sum(self.rewards))} in {len(self.rewards)} steps, {self.ending}>"
+
+    @property
+    def ending(self) -> str:
+        """What ended the episode, in words."""
+        return "a terminal state" if self.terminated else "a time limit"
+
+    def record(self) -> dict[str, Any]:
+        """Its first `STEPS` steps for episode.json, with the return and the length of all."""
+        numbers = {"rewards": self.rewards, "values": self.values, "advantages": self.advantages}
+        largest = max((abs(x) for part in numbers.values() for x in part or () if math.isfinite(x)), default=0.0)
+        digits = 5 - math.floor(math.log10(largest or 1))  # what is smaller is rounding of float32
+
+        def known(value: float) -> float | None:
+            return round(value, digits) if math.isfinite(value) else None
+
+        return {
+            "return": known(sum(self.rewards)),
+            "length": len(self.rewards),
+            "terminated": self.terminated,
+            "actions": [np.asarray(action).tolist() for action in self.actions[:STEPS]],
+            **{name: list(map(known, x[:STEPS])) for name, x in numbers.items() if x is not None},
+            "frames": [{"step": n, "png": base64.b64encode(x).decode()} for n, x in self.frames if n <= STEPS],
+        }
+
+    def _repr_html_(self) -> str:
+        steps = list(range(1, 1 + len(self.rewards)))
+        charts = {"advantage of each step": self.advantages, "value before each step": self.values}
+        return fill(
+            "notebook.html",
+            name="episode",
+            story=[("return", figure(sum(self.rewards))), ("steps", str(len(steps))), ("ended by", self.ending)],
+            frames=self.record()["frames"],
+            charts=[
+                drawn({"title": title, "lines": [{"name": title, "x": steps, "y": numbers}]})
+                for title, numbers in (charts | {"reward of each step": self.rewards}).items()
+                if numbers is not None
+            ],
+        )
+
+
+@torch.no_grad()
+def play_episode(
+    config: ControlConfig,
+    advantage: AdvantageSettings,
+    agent: Agent,
+    training: VectorEnv,
+    *,
+    seed: int,
+    greedy: bool,
+    draw: bool = False,
+    overdue: Callable[[], bool] = lambda: False,
+) -> PlayedEpisode:
+    """Play an episode in the run's environment, with the credit that training would give its steps.
+
+    Args:
+        config: the run's configuration.
+        advantage: its estimator, loaded.
+        agent: plays.
+        training: environments whose statistics normalise observations and rewards; they are not changed.
+        seed: of the environment and of sampled actions.
+        greedy: take the most likely actions.
+        draw: keep pictures, if the environment draws any.
+        overdue: true once a signal is to stop the run.
+
+    Raises:
+        RunStopped: the environment raises, or the episode does not end.
+    """
+    generator, rewards, film = torch.Generator().manual_seed(seed), list[float](), Film()
+    with environment_errors():
+        envs = _make(config, draw)
+        share_statistics(envs, training)
+        try:
+            observation, _ = envs.reset(seed=seed)
+            frames, actions, ended = [torch.tensor(observation)], list[Tensor](), False
+            while not ended:
+                if overdue():
+                    raise EpisodesUnfinished("a signal came before its episode had ended")
+                if len(rewards) >= MAX_REPLAY_STEPS:
+                    raise EpisodesUnfinished(endless())
+                film.look(envs, len(rewards))
+                actions.append(chosen(agent, frames[-1], greedy, generator))
+                observation, reward, terminated, truncated, _ = envs.step(
+                    agent.distribution.to_env(actions[-1].numpy())
+                )
+                rewards.append(float(reward[0]))
+                frames.append(torch.tensor(observation))
+                ended = bool(terminated[0] | truncated[0])
+            film.look(envs, len(rewards), last=True)
+        finally:
+            envs.close()
+    read, acted, last = torch.stack(frames, 1), torch.stack(actions, 1), torch.zeros(1, len(rewards))
+    last[0, -1] = 1
+    values = agent.values(read)
+    ends = last.bool() & (bool(terminated[0]) or not config.advantage.bootstrap)
+    rollout = AgentRollout(
+        observations=read[:, :-1],
+        actions=acted,
+        mask=torch.ones_like(last, dtype=torch.bool),
+        logprobs=agent.distribution.logprobs(agent.outputs(read[0, :-1]), acted[0])[None],
+        values=None if values is None else values[:, :-1],
+        rewards=scaled(torch.tensor([rewards]), training, config.env.clip),
+        terminated=ends,
+        truncated=last.bool() & ~ends,
+        bootstrap=None if values is None else values[:, 1:],
+        episodes=[],
+    )
+    advantages, _ = rollout.credit(advantage, agent)
+    return PlayedEpisode(
+        observations=read[0, :-1].tolist(),
+        actions=[agent.distribution.to_env(action.numpy())[0] for action in actions],
+        rewards=rewards,
+        values=None if values is None else values[0, :-1].tolist(),
+        advantages=advantages[0].tolist(),
+        terminated=bool(terminated[0]),
+        frames=film.pictures(),
+    )
+
+
+def scaled(rewards: Tensor, training: VectorEnv, clip: float) -> Tensor:
+    """Rewards as the critic learned them."""
+    scale = statistics(training).get("rewards")
+    return rewards if scale is None else (rewards / math.sqrt(float(scale.var) + 1e-8)).clamp(-clip, clip)
+
+
+def _make(config: ControlConfig, draw: bool) -> VectorEnv:
+    """One copy of the environment, which can be drawn if it is asked to and is able to.
+
+    MuJoCo needs OpenGL, which may end the process: it draws only where `eval.videos` does so too.
+    """
+
+    def made(render: bool) -> VectorEnv:
+        stack = config.agent.observations()
+        return make_envs(config.env, 1, config.advantage.gamma, stack=stack, training=False, render=render)
+
+    envs, safe = made(render=False), config.eval.videos or not uses_mujoco(config.env)
+    if draw and safe and "rgb_array" in envs.metadata.get("render_modes", ()):
+        envs.close()
+        with suppress(Exception):  # an environment's own, of any type
+            return made(render=True)
+        envs = made(render=False)
+    return envs
+
+
+class Film:
+    """Pictures of an episode of unknown length, evenly spaced."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[int, Any]] = []
+        self.every = 1
+
+    def look(self, envs: VectorEnv, step: int, *, last: bool = False) -> None:
+        """Keep a picture if one is due; an environment that fails to draw is not drawn at all."""
+        if envs.render_mode != "rgb_array" or self.every == 0 or (step % self.every and not last):
+            return
+        try:
+            with no_display():
+                self.frames.append((step, np.array(envs.render()[0])))  # type: ignore[index]
+        except Exception:  # such as pygame, which is missing
+            self.frames, self.every = [], 0
+        if len(self.frames) == 2 * FRAMES and not last:
+            self.frames, self.every = self.frames[::2], 2 * self.every
+
+    def pictures(self) -> list[tuple[int, bytes]]:
+        """The pictures as small PNG files; none if they are none, or Pillow is missing."""
+        pictures = []
+        with suppress(Exception):
+            from PIL import Image
+
+            for step, frame in self.frames:
+                image, file = Image.fromarray(frame), io.BytesIO()
+                image.thumbnail((PIXELS, PIXELS))
+                image.quantize(64).save(file, "png", optimize=True)
+                pictures.append((step, file.getvalue()))
+        return pictures
