@@ -263,6 +263,9 @@ def test_damaged_sweep_files_are_read_or_refused(kinds, folder):
     fuzz()
 
 
+OF_AGENT = {"iteration": 1, "greedy": True, "terminated": False, "return": 2.5, "length": 3, "actions": [1, [0.5, 2]]}
+OF_AGENT |= {"rewards": [1, 1.5], "values": [0.5, None], "advantages": [2.0, -1]}
+OF_AGENT |= {"frames": [{"step": 0, "png": "iVBORw0KGgoAAA=="}]}
 FILES = {
     "config.yaml": (yaml.safe_dump(TEXT_CONFIG).encode(), [as_yaml(swapped(TEXT_CONFIG)), as_yaml(values)]),
     "choices.json": (
@@ -276,6 +279,7 @@ FILES = {
     ),
     "summary.json": (json.dumps(SUMMARY).encode(), [as_json(swapped(SUMMARY)), as_json(values)]),
     "audit.json": (json.dumps(AUDIT).encode(), [as_json(swapped(AUDIT)), as_json(values)]),
+    "episode.json": (json.dumps(OF_AGENT).encode(), [as_json(swapped(OF_AGENT)), as_json(values)]),
 }
 
 
