@@ -101,9 +101,8 @@ def test_a_model_that_would_train_on_other_numbers_is_refused(kind, tokenizer):
 class Forgetful(LlamaModel):
     """Reads each token as if nothing stood before it."""
 
-    def forward(self, input_ids, past_key_values=None, attention_mask=None, **inputs):
-        mask = attention_mask[:, -input_ids.shape[1] :]
-        return super().forward(input_ids, past_key_values=None, attention_mask=mask, **inputs)
+    def forward(self, input_ids, attention_mask=None, cache=None, past_key_values=None, **inputs):
+        return super().forward(input_ids, attention_mask=attention_mask[:, -input_ids.shape[1] :], **inputs)
 
 
 class Failing(LlamaModel):

@@ -74,7 +74,7 @@ def test_a_model_without_a_cache_trains_by_full_passes_and_says_so_once(tmp_path
     trainer = trainer_of(tmp_path / "run", audit=AuditConfig(every=2, completions=2, continuations=2, states=None))
     before = [x.clone() for x in trainer.policy.lm.parameters()]
     trainer.train()
-    line = "Trunk takes no KV cache (past_key_values), so each sampled token costs a full forward pass"
+    line = "Trunk takes no KV cache (cache or past_key_values), so each sampled token costs a full forward pass"
     assert capsys.readouterr().out.count(line) == 1
     assert any(not torch.equal(x, y) for x, y in zip(before, trainer.policy.lm.parameters(), strict=True))
     assert trainer.audit(AuditConfig(completions=4, continuations=4, states=2))["tokens"] > 0

@@ -67,7 +67,7 @@ def choose_decoding(
     """
     cache, trunk = args.rollout.cache, trunk_of(policy.lm)
     if cache_argument(trunk) is None:
-        reason = f"{type(trunk).__name__} takes no KV cache (past_key_values)"
+        reason = f"{type(trunk).__name__} takes no KV cache (cache or past_key_values)"
         if cache == "static":
             raise ConfigError(f"rollout.cache is static, and {reason}; leave it out")
         return None, [f"{reason}, so each sampled token costs a full forward pass"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from tokencredit.core.logprobs import token_loss, token_stats
 from tokencredit.core.masked import extents
@@ -321,7 +322,8 @@ def trunk_hidden(
 def trunk_inputs(trunk: nn.Module, attention_mask: Tensor, position_ids: Tensor, cache: Any = None) -> dict[str, Any]:
     """Keyword arguments of a trunk's forward pass other than the token ids, limited to those in its signature."""
     arguments = arguments_of(type(trunk).forward)
-    if "cache_params" in arguments:  # a recurrent state holds the past, so the mask covers new tokens only
+    if cache is not None and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        # A recurrent state holds the past, so the mask covers new tokens only.
         attention_mask = attention_mask[:, -position_ids.shape[1] :]
     inputs: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
     inputs["use_cache"] = cache is not None
@@ -340,9 +342,12 @@ def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def cache_argument(trunk: nn.Module) -> str | None:
-    """Name of a trunk's argument for the KV cache or recurrent state; None if it has none of the known ones."""
+    """Name of a trunk's argument for the KV cache or recurrent state; None if it has none of the known ones.
+
+    It is `cache` from Transformers 5.24 on.
+    """
     arguments = arguments_of(type(trunk).forward)
-    return next((name for name in ("past_key_values", "cache_params") if name in arguments), None)
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in arguments), None)
 
 
 def logit_factor(lm: PreTrainedModel) -> float:

@@ -114,7 +114,7 @@ def static_obstacle(policy: ActorCritic) -> str | None:
     """The part of a policy's architecture that rules out a static KV cache; None if there is none."""
     lm, kind = policy.lm, type(policy.lm).__name__
     layers = DynamicCache(config=lm.config).layers
-    if cache_argument(trunk_of(lm)) != "past_key_values" or any(type(layer) is not DynamicLayer for layer in layers):
+    if cache_argument(trunk_of(lm)) is None or any(type(layer) is not DynamicLayer for layer in layers):
         return f"not every layer of {kind} keeps the keys and values of all tokens"
     if lm.config._attn_implementation != "sdpa":
         return f"{kind} computes attention by {lm.config._attn_implementation!r}, not by 'sdpa'"
