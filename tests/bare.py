@@ -1,13 +1,14 @@
-"""Train from Python without the packages that training does not need: `python tests/bare.py FOLDER`.
+"""Train from Python without the packages and modules that training does not need: `python tests/bare.py FOLDER`.
 
-The packages are hidden from imports and from `importlib.util.find_spec`, as if they were not installed.
+They are hidden from imports and from `importlib.util.find_spec`, as if they were not installed.
 """
 
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-MISSING = ["datasets", "matplotlib", "pandas", "plotly", "pyarrow", "tensorboard", "tensorboardX", "tensorflow"]
+MISSING = ["datasets", "matplotlib", "pandas", "plotly", "pyarrow", "scipy", "tensorboard", "tensorflow"]
+MISSING += ["tensorboardX", "fcntl"]  # Windows has no fcntl
 ROWS = [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"}]
 
 
@@ -90,6 +91,7 @@ def main(folder: Path) -> None:
     print(refusal(train, "no", 1, rows=None, dataset="someone/prompts"))
     print(refusal(train, "no", 1, trackers=["tensorboard"]))
     print(refusal(train, "no", 1, rows=("one", "two")))
+    print(refusal(tc.compare, [folder / "run", folder / "japanese"]))
     assert not (folder / "no").exists()
     assert not {name.partition(".")[0] for name in sys.modules} & set(MISSING)
 

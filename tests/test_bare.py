@@ -1,4 +1,4 @@
-"""Training from Python needs neither Datasets, Plotly, Matplotlib nor TensorBoard, nor a locale beyond ASCII."""
+"""Training from Python needs no extra, no module that Windows lacks, and no locale beyond ASCII."""
 
 from pathlib import Path
 
@@ -49,6 +49,7 @@ def test_a_japanese_prompt_trains_where_the_locale_is_ascii(folder, output):
         "which is not installed: pip install datasets",
         "run.trackers needs tensorboard, which is not installed: pip install tensorboard",
         "train_dataset is of type tuple; it must be a datasets.Dataset",
+        "a comparison needs SciPy, which is not installed: pip install 'tokencredit[compare]'",
     ],
 )
 def test_a_setting_that_needs_a_missing_package_is_refused_with_the_package(message, output):

@@ -74,6 +74,12 @@ def test_no_import_goes_upwards():
     assert wrong == []
 
 
+def test_no_module_imports_at_its_top_what_windows_lacks():
+    tops = [(name, node) for name, path in FILES.items() for node in ast.parse(path.read_text(encoding="utf-8")).body]
+    names = {(name, alias.name) for name, node in tops if isinstance(node, ast.Import) for alias in node.names}
+    assert [pair for pair in names if pair[1] in ("fcntl", "pwd", "resource", "termios", "tty")] == []
+
+
 @pytest.mark.parametrize("depth", [2, 3, 4, 9], ids=["packages", "folders", "folders in folders", "files"])
 def test_nothing_imports_in_a_circle(depth):
     tuple(TopologicalSorter(folders(depth)).static_order())  # raises CycleError, which names the circle

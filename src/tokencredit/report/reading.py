@@ -212,8 +212,9 @@ def read_completions(run: Path) -> list[dict[str, Any]]:
     files = sorted((run / COMPLETIONS).glob("*.parquet"))
     if not files:
         return read_samples(run / "samples.jsonl", range(2**53))
-    import pyarrow
-    from pyarrow import parquet
+    with importing("reading completions kept as Parquet", "PyArrow", "tokencredit[datasets]"):
+        import pyarrow
+        from pyarrow import parquet
 
     records = []
     for file in files:

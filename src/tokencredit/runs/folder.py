@@ -324,10 +324,11 @@ def recover(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk; Windows cannot do that for a folder."""
-    if os.name == "nt" and path.is_dir():
+    """Flush a file, or a folder's entries, to the disk; Windows cannot flush a folder, nor what is open for reading."""
+    windows = os.name == "nt"
+    if windows and path.is_dir():
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, importing
 from tokencredit.provenance.parts import label
 from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
@@ -230,18 +229,25 @@ def estimate(samples: np.ndarray) -> Estimate:
     return Estimate(interquartile_mean(samples), *bootstrap(interquartile_mean, samples, axis=0))
 
 
+def scipy_stats() -> Any:
+    """`scipy.stats`; raises `NotInstalled` without it."""
+    with importing("a comparison", "SciPy", "tokencredit[compare]"):
+        from scipy import stats
+    return stats
+
+
 def bootstrap(statistic: Callable[..., Any], *samples: np.ndarray, axis: int = -1) -> tuple[Any, Any]:
     """95 % percentile bootstrap interval of a statistic; each sample's runs are resampled."""
     options: dict[str, Any] = {"n_resamples": RESAMPLES, "confidence_level": LEVEL, "method": "percentile"}
     options["batch"] = 200 if len(samples) == 1 else None  # of one sample there may be many points
-    result = stats.bootstrap(samples, statistic, axis=axis, vectorized=True, rng=0, **options)
+    result = scipy_stats().bootstrap(samples, statistic, axis=axis, vectorized=True, rng=0, **options)
     low, high = result.confidence_interval
     return low, high
 
 
 def interquartile_mean(samples: np.ndarray, axis: int = 0) -> np.ndarray:
     """The mean without the lowest and highest quarter of the values, rounded down."""
-    result: np.ndarray = stats.trim_mean(samples, 0.25, axis=axis)
+    result: np.ndarray = scipy_stats().trim_mean(samples, 0.25, axis=axis)
     return result
 
 
@@ -362,5 +368,6 @@ def rank_p(one: np.ndarray, other: np.ndarray) -> float:
     Mann and Whitney (1947), "On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other".
     It assumes no distribution. A test of interquartile means would need more runs, because trimming discards some.
     """
+    stats = scipy_stats()
     method = stats.PermutationMethod(n_resamples=EXCHANGES, rng=0)
     return float(stats.mannwhitneyu(one, other, method=method).pvalue)

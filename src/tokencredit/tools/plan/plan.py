@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import resource
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from tokencredit.errors import ConfigError
@@ -166,16 +165,17 @@ def free_disk(folder: str | None) -> int:
     return shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
 
 
-def available() -> float | None:
-    """RAM available to new processes, within the limit of a container; None where Linux does not say."""
-    free, limit = (
-        path.read_text(encoding="utf-8") if path.exists() else ""
-        for path in (Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max"))
-    )
-    sizes = [1024.0 * int(size) for size in re.findall(r"MemAvailable:\s+(\d+)", free)]
-    return min([*sizes, *([float(limit)] if limit.strip().isdigit() else [])], default=None)
+def available() -> float:
+    """RAM available to new processes, within the limit of a container."""
+    file = Path("/sys/fs/cgroup/memory.max")
+    limit = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+    return float(min([psutil.virtual_memory().available, *([int(limit)] if limit.isdigit() else [])]))
 
 
 def resident() -> float:
     """The most memory that this process has held."""
+    if sys.platform == "win32":
+        return float(psutil.Process().memory_info().peak_wset)
+    import resource
+
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import shutil
 import signal
@@ -123,7 +122,7 @@ class LocalJob:
         """Forward a signal: the process has its own session, so a terminal's Ctrl-C does not reach it."""
         if self.process is None:
             self.withdrawn = True
-        else:
+        elif os.name != "nt":  # where Ctrl-C reaches all processes of a console
             self.process.send_signal(number)
 
 
@@ -171,9 +170,13 @@ def start(
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     with run.log.open("ab") as log:
         try:
+            import fcntl  # Windows has none; logs there are not locked
+
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
+        except ImportError:
+            pass
         state = run.state()
         if state == "finished":
             return None

@@ -201,10 +201,10 @@ def table(runs: Sequence[SweepRun], failures: Collection[SweepRun]) -> Table:
 
 def compare(done: Sequence[SweepRun], out: Path) -> None:
     """Write the comparison of runs, if they can be compared."""
-    from tokencredit.report.comparison import compare as comparing  # Matplotlib and SciPy, at the end only
-    from tokencredit.report.comparison import files
-
     try:
+        from tokencredit.report.comparison import compare as comparing  # Matplotlib and SciPy, at the end only
+        from tokencredit.report.comparison import files
+
         comparison = comparing.compare([run.folder for run in done])
         page = files.write_comparison(comparison, out)
     except ConfigError as error:
