@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from tokencredit.text.models.model_loading import resolve
 
@@ -61,6 +62,7 @@ def main():
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    disable_progress_bar()
     torch.manual_seed(args.seed)
     folder = resolve("builtin:reviews", "policy")
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -63,7 +63,9 @@ def build(folder: Path, word: str, rate: float, seed: int = 0) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(seed)
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 320, "vocab_size": len(IDS)}
     shape["initializer_range"] = 0.2  # about 1 / √width; with 0.02, GPT-2's, so small a trunk learns to attend late

@@ -132,11 +132,13 @@ def step(target: Path, command: str, settings: Mapping[str, Any], *arguments: st
 def build_base(folder: Path, seed: int) -> None:
     """Train the built-in architecture on praise alone."""
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     from demo.grammar import reviews
     from demo.training import POLICIES, train_policy
     from tokencredit.text.models.model_loading import resolve
 
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(resolve("builtin:reviews", "policy"))
     praise = [review.text for review in reviews(PRAISE, 100 + seed) if review.positive]
     model = train_policy(praise, tokenizer, POLICIES["medium"], seed)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from tokencredit import __version__
 from tokencredit.commands import COMMANDS
 from tokencredit.commands.command_line import Parser, checked
 from tokencredit.commands.jobs import BAD_ARGUMENTS, FAILED
@@ -78,7 +77,7 @@ def top_level(arguments: Sequence[str]) -> int:
         advice = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {arguments[0]}; {advice}")
     parser = Parser("PPO for language models and agents.", prog="tokencredit")
-    parser.add_argument("--version", action="version", version=f"tokencredit {__version__}", help="Print the version.")
+    parser.add_argument("--version", action="store_true", help="Print the version.")
     parser.add_argument(
         "--print_completion",
         metavar="SHELL",
@@ -92,6 +91,11 @@ def top_level(arguments: Sequence[str]) -> int:
             own.name_choices()
         commands.add_parser(name, parents=[own], help=own.description, add_help=False, exit_on_error=False)
     options = parser.read(arguments)
+    if options.version:
+        from tokencredit import __version__  # read from the installed package, which takes a tenth of the help's time
+
+        print(f"tokencredit {__version__}")
+        return 0
     if options.print_completion is None:
         parser.print_help()
         return BAD_ARGUMENTS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import webbrowser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -203,7 +202,11 @@ def folders(runs: Sequence[str]) -> list[Path]:
 def show_page(page: Path, options: Options) -> None:
     """Print a page's path, and with `--open` open it in the browser."""
     print(page)
-    if options.open and not webbrowser.open(page.resolve().as_uri()):
+    if not options.open:
+        return
+    import webbrowser
+
+    if not webbrowser.open(page.resolve().as_uri()):
         print("no browser was found; open the page yourself")
 
 

@@ -1,4 +1,4 @@
-"""Screen output of a run: live on a terminal, plain lines elsewhere."""
+"""Screen output of a run: a line per iteration, on a terminal with a progress bar, elsewhere with the time left."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SHOWN_METRICS = {
 
 
 class Bar(Progress):
-    """A progress bar with the iteration's numbers in a line below it, since both fit no terminal of 80 columns."""
+    """A progress bar, in a notebook with the iteration's numbers in a line below it."""
 
     def get_renderables(self) -> Iterator[RenderableType]:
         """The lines on the screen."""
@@ -211,15 +211,16 @@ class Screen:
             self.pairs(new, indent="  ")
             self.explained |= shown.keys()
         numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in shown.items())
-        self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
+        self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers if self.cell else "")
         self._place_progress()
-        if not (self.console.is_terminal or self.cell is not None):
+        if self.cell is None:
             of = f"/{self.iterations}" if self.iterations < OPEN_END else ""
-            self.say(f"iteration {metrics['iteration']}{of}  {numbers}")
+            left = None if self.console.is_terminal else self.progress.tasks[0].time_remaining
+            self.say(f"iteration {metrics['iteration']}{of}  {numbers}{f'  left {duration(left)}' if left else ''}")
         elif evaluated := [
             f"{label} {figure(metrics[key])}" for key, label in shown.items() if key.startswith("eval/")
         ]:
-            self.say(f"iteration {metrics['iteration']}  {'  '.join(evaluated)}")  # the bar's own are soon replaced
+            self.say(f"iteration {metrics['iteration']}  {'  '.join(evaluated)}")  # the progress is soon replaced
         if any(name.startswith("audit/") for name in metrics):
             self.audited(metrics)
 
@@ -261,7 +262,8 @@ class Screen:
             # Not strict: a resumed run may keep fewer samples than before.
             count = SIDE_BY_SIDE // 2 if "turns" in before[0] else SIDE_BY_SIDE
             for pair in list(zip(before, after, strict=False))[:count]:
-                table.add_row(*(Text(f"{sample['reward']:.2f} ", style="bold") + _continued(sample) for sample in pair))
+                cells = (Text.assemble((f"{x['reward']:.2f} ", "bold"), _continued(x)) for x in pair)
+                table.add_row(*cells)
             self.console.print(table)
         if summary.iterations:
             kl = "" if summary.kl_last is None else f"   KL {figure(summary.kl_last)} nats per sequence"
