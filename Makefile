@@ -7,7 +7,7 @@ VLLM_TESTS ?= tests/text/engines/vllm
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install train test compiled fast quick fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm test-trackers chaos processes doctor study truth beside-trl
-.PHONY: dist docs findings notebooks world fuzz-templates
+.PHONY: dist release-source docs findings notebooks world fuzz-templates
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,19 +88,23 @@ docs: .venv/installed-docs  ## Build the documentation site in build/site: a war
 	rm -rf build/site
 	$(BIN)/python -m sphinx -q -n -W --keep-going -c docs . build/site
 
-# From the committed files. PyPI shows the README alone: its links and pictures must lead into a repository.
 REF ?= main
-dist:  ## Build wheel and sdist in dist/ and check them; REPOSITORY=https://github.com/OWNER/NAME
-	test -n "$(REPOSITORY)" || (echo "make dist needs REPOSITORY=https://github.com/OWNER/NAME, where the README's links lead"; exit 2)
-	rm -rf build/release dist && mkdir -p build/release/source
-	$(PYTHON) -m venv build/release/venv
-	build/release/venv/bin/python -m pip install --quiet build twine
-	git archive HEAD | tar -x -C build/release/source
+RELEASE ?= build/release
+dist: release-source  ## Build wheel and sdist in dist/ and check them; REPOSITORY=https://github.com/OWNER/NAME
+	rm -rf dist
+	$(PYTHON) -m venv $(RELEASE)/venv
+	$(RELEASE)/venv/bin/python -m pip install --quiet build twine
+	$(RELEASE)/venv/bin/python -m build --outdir dist $(RELEASE)/source
+	$(RELEASE)/venv/bin/python -m twine check --strict dist/*
+
+# The committed files. PyPI shows the README alone: its links and pictures must lead into a repository.
+release-source:
+	test -n "$(REPOSITORY)" || (echo "give REPOSITORY=https://github.com/OWNER/NAME, where the README's links lead"; exit 2)
+	rm -rf $(RELEASE) && mkdir -p $(RELEASE)/source
+	git archive HEAD | tar -x -C $(RELEASE)/source
 	sed -Ei -e 's|(!\[[^]]*\]\()([^):]+\))|\1$(REPOSITORY)/raw/$(REF)/\2|' \
-	  -e 's|\]\(([A-Za-z][^):]*\))|]($(REPOSITORY)/blob/$(REF)/\1|g' build/release/source/README.md
-	printf '\n[project.urls]\nRepository = "$(REPOSITORY)"\nChangelog = "$(REPOSITORY)/blob/$(REF)/CHANGELOG.md"\n' >> build/release/source/pyproject.toml
-	build/release/venv/bin/python -m build --outdir dist build/release/source
-	build/release/venv/bin/python -m twine check --strict dist/*
+	  -e 's|\]\(([A-Za-z][^):]*\))|]($(REPOSITORY)/blob/$(REF)/\1|g' $(RELEASE)/source/README.md
+	printf '\n[project.urls]\nRepository = "$(REPOSITORY)"\nChangelog = "$(REPOSITORY)/blob/$(REF)/CHANGELOG.md"\n' >> $(RELEASE)/source/pyproject.toml
 
 lint: install  ## Ruff: lint and format, changing nothing
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
-"""Project files agree: requirements with their pins, and the citation with the version."""
+"""Project files agree: requirements with their pins, the citation with the version, and PyPI's page with the README."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -36,3 +37,16 @@ def test_the_citation_is_of_this_version():
     assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
     assert citation["title"].lower() == PROJECT["name"]
     assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
+
+
+def test_links_of_the_page_on_pypi_lead_into_a_repository(tmp_path):
+    options = ["REPOSITORY=https://example.org/owner/name", "REF=v0.1.0", f"RELEASE={tmp_path}"]
+    subprocess.run(["make", "--silent", "release-source", *options], cwd=ROOT, check=True)
+    source = tmp_path / "source"
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", (source / "README.md").read_text(encoding="utf-8"))
+    assert len(links) > 40
+    for picture, link in links:
+        start = f"https://example.org/owner/name/{'raw' if picture else 'blob'}/v0.1.0/"
+        assert link.startswith("#") or (source / link.removeprefix(start).partition("#")[0]).is_file(), link
+    project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["urls"]["Repository"] == "https://example.org/owner/name"
