@@ -30,7 +30,7 @@ from tokencredit.runs.diagnosis import Finding, diagnose
 from tokencredit.runs.folder import CHOICES, JOB, PARTS, SHOWN, RunFolder, apply_choices, beside, read_parts, replacing
 from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
 from tokencredit.runs.summary import History, Summary, summarise
-from tokencredit.runs.trackers import Trackers
+from tokencredit.runs.trackers import NO_CURVES, Trackers
 from tokencredit.settings.parts import is_own, label_of, plain
 from tokencredit.settings.reader import dump_yaml
 from tokencredit.settings.run_kind import RunKind, foreign_code
@@ -84,7 +84,7 @@ class RunRecord:
         self.bad_in_a_row = 0
         self.best, self.best_iteration = -math.inf, 0  # the best evaluation so far
         self.running = False  # true once the run has begun or is resumed
-        self.early: list[str] = []  # events before that
+        self.early = [NO_CURVES] * self.trackers.missing  # events before that
         self.signals = Signals()
         self.failed = False  # once true, nothing but resuming is suggested
 

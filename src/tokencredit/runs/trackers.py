@@ -27,6 +27,8 @@ RUN_NAME = {
 """Arguments for a run's name, of the trackers that have one."""
 COLUMNS = ("iteration", "reward", "log-prob", "reference log-prob", "prompt", "text", "credit")
 """Columns of the table of samples; log-probs are sums over the policy's tokens, in nats."""
+NO_CURVES = "no TensorBoard curves: TensorBoard is not installed (pip install tensorboard)"
+"""Event of a run without a tracker; not on the screen, since the run's page has the curves."""
 
 
 class Trackers:
@@ -60,8 +62,6 @@ class Trackers:
 
         TensorBoard then hides earlier records from that iteration on, and lists settings beside the metric `headline`.
         """
-        if self.missing:
-            self.report("no TensorBoard curves: TensorBoard is not installed (pip install tensorboard)")
         for name in self.names:
             kind = LOGGER_TYPE_TO_CLASS[name]
             options: dict[str, Any] = {"logging_dir": str(self.folder)} if kind.requires_logging_directory else {}
