@@ -250,7 +250,7 @@ def test_around_the_policy_that_drew_no_first_ratio_has_to_be_1():
 
 def test_every_check_has_a_case():
     others = {"still_warming", "truncated_support", "hollow_score"}  # of other settings, in tests of their own
-    assert {check.__name__ for _, check in CHECKS} == {*DISEASES, *others}
+    assert {check.__name__ for _, check, _ in CHECKS} == {*DISEASES, *others}
 
 
 def test_a_warm_up_longer_than_the_run():
@@ -502,7 +502,7 @@ def test_advice_names_settings_that_exist():
 
 
 def test_no_finding_explains_its_own_cause():
-    known = {check.__name__ for _, check in CHECKS}
+    known = {check.__name__ for _, check, _ in CHECKS}
     for cause, consequences in EXPLAINS.items():
         assert {cause, *consequences} <= known
         assert all(cause not in EXPLAINS.get(name, ()) for name in consequences)
