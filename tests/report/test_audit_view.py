@@ -168,7 +168,7 @@ def test_the_head_has_the_trust_in_a_word(run):
 
     assert fact(0.8, 0.7, 0.9) == (
         "about 64 %",
-        "is real: correlation 0.80 (0.70 to 0.90) with the true advantages",
+        "is real: correlation 0.80 (0.70 to 0.90)",
         "generate",
     )
     assert fact(-0.1, -0.3, 0.2)[0] == "it is not shown that any"

@@ -142,7 +142,7 @@ def test_the_scale_and_the_figures_are_of_acted_tokens(page):
     assert texts(browser, "#pane0 .legend span") == ["≤ -0.30", "≥ 0.30"]
     assert texts(browser, "#pane0 .line .ends span") == ["0.65", "0"]
     Select(browser.find_element(By.ID, "quantity")).select_by_value("reward")
-    assert texts(browser, "#pane0 .legend span") == ["-0.99", "0.99"]
+    assert texts(browser, "#pane0 .legend span") == ["≤ -0.99", "≥ 0.99"]
     assert texts(browser, "#pane0 .turn .credit") == ["credit -0.40", "credit +0.40"], "whatever is shaded"
 
 

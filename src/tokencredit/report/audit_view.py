@@ -52,7 +52,7 @@ def trust_fact(run: Run) -> tuple[str, str]:
         return "not known", "the audit is too noisy or too small"
     correlation = credit["estimators"][credit["shown"]]["correlation"]
     value, interval = text_parts(correlation)
-    return share(correlation).lower(), f"is real: correlation {value} ({interval}) with the true advantages"
+    return share(correlation).lower(), f"is real: correlation {value} ({interval})"
 
 
 def audit_command(run: Run) -> str:

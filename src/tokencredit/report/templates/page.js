@@ -25,7 +25,7 @@ function reach(samples, quantity, share = 1) { // the largest distance from the 
   const centre = CENTRES[quantity] ?? 0;
   const sizes = samples.flatMap(({ numbers }) => [...(numbers[quantity] ?? []), ...(numbers[TRUTH[quantity]] ?? [])])
     .filter((x) => x !== null).map((x) => Math.abs(x - centre)).sort((a, b) => a - b);
-  return sizes[Math.floor(share * (sizes.length - 1))] || sizes.at(-1) || 1;
+  return sizes[Math.ceil(share * (sizes.length - 1))] || sizes.at(-1) || 1;
 }
 
 function tokens(sample, values, scale, centre, describe, { truth, truthScale = scale, credit = values, error = 0 } = {}) {
