@@ -176,7 +176,7 @@ def test_the_head_says_what_was_trained_how_well_and_what_to_do():
         ("KL to the reference", "0 → 2", "nats per sequence"),
         ("reached", "60 %", "of what this reward allows at this KL price"),
         ("true credit", "not measured", "by an audit"),
-        ("time", "3 iterations in 3 s", ""),
+        ("time", "3 s", "3 iterations"),
     ]
     assert "<b>Next:</b> tokencredit audit runs/made</p>" in render(run)
     sick = render(made(metrics=[row | {"masked": 1.0} for row in metrics]))

@@ -66,7 +66,8 @@ def story(run: Run) -> list[Fact]:
         facts.append(Fact("reached", figure, f"of {rest}"))
     if run_kind not in OFFLINE:
         facts.append(Fact("true credit", *trust_fact(run)))
-    facts.append(Fact("time", iterations_in(len(metrics), sum(row.get("seconds") or 0.0 for row in metrics))))
+    count, _, time = iterations_in(len(metrics), sum(row.get("seconds") or 0.0 for row in metrics)).partition(" in ")
+    facts.append(Fact("time", time, count))
     stopped = run.summary.get("stopped_by")
     if stopped is None:
         facts.append(Fact("state", "not finished", "this page shows its files so far"))
