@@ -224,7 +224,7 @@ function said(sample, label) {
 
 function asked(sample) {
   const end = (text) => (text.length > SHORTEST ? `…${text.slice(-SHORTEST)}` : text);
-  const [role, text] = messages(sample).at(-1);
+  const [role, text] = messages(sample).at(-1) ?? ["", ""]; // none where an empty answer is all
   return make("div", { className: "asked" }, ...(role ? [speaker(`${role} `)] : []), `${end(text.trimEnd())}${sample.chat || sample.turns ? "" : " …"}`);
 }
 
