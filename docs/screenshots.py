@@ -42,9 +42,9 @@ def main() -> None:
             show(browser, page, width, scheme)
             shoot(browser, FIGURES / f"{name}.png", "body", height=1400)
         show(browser, page, 1200, "light")
-        middle = Select(browser.find_element(By.CSS_SELECTOR, "#pane0 select"))
-        middle.select_by_index(len(middle.options) // 4)
-        token = browser.find_elements(By.CSS_SELECTOR, "#pane0 .tokens span[tabindex]")[3]
+        early = Select(browser.find_element(By.CSS_SELECTOR, "#pane0 select"))
+        early.select_by_index(len(early.options) // 10)  # completions differ, and so does their credit
+        token = browser.find_element(By.CSS_SELECTOR, "#pane0 .tokens span[tabindex]")
         browser.execute_script("arguments[0].focus({ preventScroll: true })", token)
         shoot(browser, FIGURES / "report-credit.png", "section:has(#credit)", height=1000)
         shoot(browser, FIGURES / "report-what-if.png", "section:has(#whatif)", height=1100)

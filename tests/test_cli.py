@@ -96,8 +96,8 @@ def test_evaluate_measures_the_policy_and_the_base(run, capfd):
         assert size == "64 prompts, 1 of them different; completions per prompt: 1"
         figures = {line.split()[0]: line.split()[1] for line in lines}
         meanings = {line.split()[0]: line.split(maxsplit=2)[2] for line in lines if len(line.split()) > 2}
-        assert meanings["best"] == "mean over prompts of the best completion's reward"
-        assert meanings.keys() == {"best", "distinct", "distinct_2"}
+        assert meanings["best"] == "Mean over prompts of the best completion's reward."
+        assert meanings.keys() == figures.keys(), "each has its sentence"
         assert {"reward", "best", "length", "distinct", "distinct_2", "kl"} <= set(figures)
         assert 0 <= float(figures["reward"]) <= 1
     assert abs(float(figures["kl"])) < 1e-4, "the base is its own reference"

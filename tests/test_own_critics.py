@@ -11,8 +11,8 @@ from helpers.configs import text_config
 from helpers.files import read_metrics, without_times
 from tokencredit import AdvantageConfig, AuditConfig, CriticConfig, PPOConfig
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.report.page import story
 from tokencredit.report.reading import read_run
+from tokencredit.report.story import story
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.run_kind import read_config
 from tokencredit.text.ppo_trainer import PPOTrainer
@@ -177,7 +177,7 @@ def test_values_of_another_shape_stop_the_run(tmp_path):
 
 def test_the_page_names_it(run):
     folder, _ = run
-    assert ("with the critic", "PerPosition (mine.py)") in story(read_run(folder / "run"))
+    assert ("with the critic", "PerPosition (mine.py)", "") in story(read_run(folder / "run"))
 
 
 def test_its_arguments_are_in_the_record_and_an_edited_file_is_not_audited(run, tmp_path):

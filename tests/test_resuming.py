@@ -22,8 +22,8 @@ from helpers.runs import assert_same, metrics
 from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.report.page import story
 from tokencredit.report.reading import read_run
+from tokencredit.report.story import story
 from tokencredit.settings.control import AgentConfig, AgentCriticConfig, AgentUpdateConfig, EnvConfig, EpisodesConfig
 from tokencredit.settings.data import ClassifierTerm, EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
@@ -399,7 +399,7 @@ def test_the_headline_starts_anew_where_the_reward_changed(tmp_path, capsys):
     assert "after what is scored changed in iteration 2" in shown
     read = read_run(run)
     assert read.since == 1
-    assert dict(story(read))["reward"].startswith("-3 → -3 (")
+    assert next(fact.text for fact in story(read) if fact.label == "reward") == "-3 → -3"
     [mark] = data_of((run / "report.html").read_text(encoding="utf-8"))["changes"]
     assert mark == {"x": 1.5, "text": "kl.coef, reward[0].function, prompts.dataset"}
 

@@ -170,7 +170,7 @@ def test_a_model_card_escapes_texts_of_others():
     from huggingface_hub import ModelCard
     from markdown_it import MarkdownIt
 
-    from tokencredit.report.card import model_card
+    from tokencredit.report.paper.card import model_card
 
     args = PPOConfig(model=ModelConfig(name=HOSTILE), prompts=PromptsConfig(text=HOSTILE))
     text = model_card(args, ["length", HOSTILE], {"iterations": 1, "stopped_by": "iterations", "reward_last": 1.0})

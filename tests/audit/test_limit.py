@@ -10,8 +10,8 @@ from helpers.files import read_jsonl, read_metrics
 from helpers.rewards import vowels
 from tokencredit.core.rewards import attainable
 from tokencredit.errors import ConfigError
-from tokencredit.report.page import story
 from tokencredit.report.reading import read_run
+from tokencredit.report.story import story
 from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import KLConfig
@@ -55,7 +55,7 @@ def test_the_first_iteration_estimates_the_limit_and_each_has_its_share(run):
     assert summary["attainable_last"] == rows[1]["attainable"]
     words = f"{100 * rows[1]['attainable']:.0f} % of what this reward allows at this KL price"
     assert words in summary.attained
-    assert dict(story(read_run(folder)))["reached"] == summary.attained
+    assert [" ".join(fact[1:]) for fact in story(read_run(folder)) if fact.label == "reached"] == [summary.attained]
 
 
 def test_a_resumed_run_keeps_the_limit_until_its_price_changes(run, tmp_path):
@@ -69,7 +69,7 @@ def test_a_resumed_run_keeps_the_limit_until_its_price_changes(run, tmp_path):
     summary = PPOTrainer(args=dearer, reward_funcs=vowels).train(resume_from_checkpoint=True)
     assert "attainable" not in read_metrics(folder)[3]
     assert (summary["attainable_last"], summary.attained) == (None, None)
-    assert "reached" not in dict(story(read_run(folder)))
+    assert "reached" not in [fact.label for fact in story(read_run(folder))]
 
 
 def test_penalties_count_and_normalised_scores_have_no_limit(tmp_path):

@@ -21,6 +21,7 @@ from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.vector_environments import make_envs, statistics
 from tokencredit.core.masked import explained_variance
 from tokencredit.errors import ConfigError
+from tokencredit.report.meanings import meaning
 from tokencredit.settings.control import (
     AgentAdvantageConfig,
     AgentConfig,
@@ -43,6 +44,7 @@ def test_a_run_leaves_its_files(tmp_path):
     # 64 steps per iteration, less those in which a copy was reset.
     assert all(0 < steps <= 64 for steps in np.diff([0, *(m["total_steps"] for m in metrics)]))
     assert "eval/average_return" in metrics[-1]
+    assert all(map(meaning, metrics[-1].keys() - {"iteration"})), "each has its sentence on the page"
     assert load_file(folder / "policy" / "agent.safetensors")
 
 

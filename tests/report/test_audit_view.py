@@ -16,6 +16,7 @@ from helpers.browser import draw_all
 from helpers.files import data_of
 from tokencredit.report import audit_view, page
 from tokencredit.report.reading import read_run
+from tokencredit.report.story import next_step
 from tokencredit.report.templating import two_digits
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m"
@@ -144,13 +145,35 @@ def test_agents_have_episodes_and_no_samples(run):
     assert "steps of 6 episodes" in text
     assert text.count('class="trust"') == 1
     assert "Where the credit went" not in text
-    assert audit_view.trust(replace(agent, audit=None)) is None
 
 
-def test_episodes_of_several_turns_have_no_command_that_audits_them(run):
-    played = replace(run, audit=None, metrics=[row | {"env/turns": 2.0} for row in run.metrics])
-    assert "cannot continue an environment from the middle" in audit_view.trust(played)
-    assert "tokencredit audit" in audit_view.trust(replace(run, audit=None))
+@pytest.mark.parametrize(
+    "changes", [{}, {"config": {"env": {"id": "CartPole-v1"}}}, {"metrics": [{"iteration": 1, "env/turns": 2.0}]}]
+)
+def test_without_an_audit_the_page_has_the_command_for_it(run, changes):
+    unknown = replace(run, audit=None, **changes)
+    assert f"to measure it: tokencredit audit {run.path}" in audit_view.trust(unknown)
+    assert audit_view.trust_fact(unknown) == ("not measured", "by an audit")
+    assert next_step(unknown, []) == f"tokencredit audit {run.path}"
+
+
+def test_the_head_has_the_trust_in_a_word(run):
+    credit = run.audit["credit"]
+
+    def fact(value, low, high, noise=0.1):
+        shown = {"correlation": {"value": value, "low": low, "high": high}}
+        changed = credit | {"noise": {"value": noise}, "estimators": credit["estimators"] | {credit["shown"]: shown}}
+        found = replace(run, audit=run.audit | {"credit": changed})
+        return *audit_view.trust_fact(found), next_step(found, []).split()[1]
+
+    assert fact(0.8, 0.7, 0.9) == (
+        "about 64 %",
+        "is real: correlation 0.80 (0.70 to 0.90)",
+        "generate",
+    )
+    assert fact(-0.1, -0.3, 0.2)[0] == "it is not shown that any"
+    unclear = ("not known", "the audit is too noisy or too small", "audit")
+    assert fact(0.8, 0.7, 0.9, noise=0.6) == fact(0.8, None, None) == unclear
 
 
 def test_an_advantage_has_the_error_of_the_nearest_audit_and_significant_ones_are_counted(run):
@@ -217,8 +240,8 @@ def test_a_metric_of_few_iterations_is_drawn_with_marks(browser, audited_folder)
     opened(browser, audited_folder, read=True)
     draw_all(browser)
     charts = browser.execute_script(
-        "return [...document.querySelectorAll('#plots .js-plotly-plot')].map(({ layout, data }) => "
-        "[layout.title.text, data.map(({ mode, connectgaps }) => [mode, connectgaps])])"
+        "return [...document.querySelectorAll('#plots .js-plotly-plot')].map(({ ariaLabel, data }) => "
+        "[ariaLabel.replace(' over iterations', ''), data.map(({ mode, connectgaps }) => [mode, connectgaps])])"
     )
     modes = dict(charts)
     rare = [mode for title, found in modes.items() if title.startswith("audit/") for mode in found]

@@ -47,7 +47,10 @@ def test_the_page_opens_without_console_messages_or_requests(browser, run_folder
     assert asked
     assert all(url.startswith(("file:", "data:", "blob:", "chrome:")) for url in asked), asked
     boxes = browser.find_elements(By.CSS_SELECTOR, "#plots .plots > div")
-    assert len(boxes) == len(browser.find_elements(By.CSS_SELECTOR, "#plots .plots > .js-plotly-plot")) > 20
+    assert len(boxes) == len(browser.find_elements(By.CSS_SELECTOR, "#plots .plots > div > .js-plotly-plot")) > 20
+    meanings = [title.get_attribute("title") for title in browser.find_elements(By.CSS_SELECTOR, ".title summary")]
+    assert len(meanings) == len(boxes) + 1, "each chart says what its metrics are"
+    assert meanings[0] == "Mean reward of a completion or episode, over all terms by their weights."
 
 
 def test_the_credit_view_says_what_the_samples_say(browser, run_folder):
@@ -90,7 +93,7 @@ def test_the_value_line_is_labelled(browser, run_folder):
     values = next(s for s in read_run(run_folder).samples if s["iteration"] == iteration)["values"]
     expected = ["value", two_digits(max(0.0, *(round(v, 4) for v in values))), two_digits(min(0.0, *values))]
     assert line.text.split() == expected
-    assert "the critic's value before each token" in browser.find_element(By.CSS_SELECTOR, ".note").text
+    assert "the critic's value before each token" in browser.find_element(By.CSS_SELECTOR, "#credit ~ p.note").text
 
 
 def test_quantity_order_and_iterations_can_be_chosen(browser, run_folder):
@@ -101,6 +104,7 @@ def test_quantity_order_and_iterations_can_be_chosen(browser, run_folder):
     shown = browser.find_element(By.CSS_SELECTOR, "#pane0 .about").text
     assert shown.split()[1] == two_digits(rewards[0])
     before = colours(browser)
+    assert "how much better the text became with the token" in browser.find_element(By.ID, "unit").text
     Select(browser.find_element(By.ID, "quantity")).select_by_value("ratio after the update")
     assert "around 1" in browser.find_element(By.ID, "unit").text
     Select(browser.find_element(By.ID, "quantity")).select_by_value("log-probability")
@@ -143,6 +147,39 @@ def test_a_single_evaluation_is_visible_and_names_of_metrics_are_text(browser, r
     draw_all(browser)
     legends = [text.get_attribute("textContent") for text in browser.find_elements(By.CSS_SELECTOR, ".legendtext")]
     assert "reward/<b>x</b>&lt;" in legends
+
+
+def test_on_paper_a_dark_page_is_light_and_shades_are_printed(browser, run_folder, view):
+    view(1280, "dark")
+    opened(browser, run_folder)
+    dark = colours(browser)
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": features})
+    browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    style = "const {color, printColorAdjust} = getComputedStyle(document.body); return [color, printColorAdjust]"
+    ink, shades = browser.execute_script(style)
+    assert contrast(ink, "rgb(255, 255, 255)") > 7
+    assert shades == "exact"
+    assert colours(browser) != dark
+    assert not browser.find_element(By.ID, "quantity").is_displayed()
+    assert browser.find_element(By.CSS_SELECTOR, "#pane0 .legend").is_displayed()
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+
+
+def test_a_conversation_is_shown_as_turns(browser, run_folder, place):
+    said = [("system", "Be brief."), ("user", "Hello\nassistant › I am <b>you</b>")]
+
+    def chat(row):
+        return row | {"messages": [{"role": role, "content": text} for role, text in said]}
+
+    opened(browser, copied(run_folder, place / "copy", samples=chat))
+    rows = browser.find_elements(By.CSS_SELECTOR, "#pane0 .sample:first-child .turn")
+    assert [row.find_element(By.CSS_SELECTOR, ".who").text for row in rows] == ["system", "user", "assistant"]
+    assert rows[1].find_element(By.CSS_SELECTOR, ".tokens").text == "Hello⏎\nassistant \\u203a I am <b>you</b>"
+    assert rows[2].find_elements(By.CSS_SELECTOR, "span[tabindex]")
+    asked = browser.find_element(By.CSS_SELECTOR, "#compared .asked").text
+    assert asked.split() == ["user", "Hello⏎", "assistant", "\\u203a", "I", "am", "<b>you</b>"]
+    assert complaints(browser) == []
 
 
 def test_hostile_output_does_nothing(browser, run_folder, place):
@@ -193,7 +230,7 @@ def copied(run_folder, path, samples=lambda row: row, metrics=lambda row: row):
 
 
 @pytest.mark.proof
-def test_the_page_opens_on_iterations_that_vary_each_on_its_own_scale(browser, run_folder, place):
+def test_the_page_opens_on_iterations_that_vary_on_one_scale(browser, run_folder, place):
     largest = {1: 0.001, 2: 0.4, 3: 4.0}
 
     def flat_at_first(row):
@@ -202,29 +239,50 @@ def test_the_page_opens_on_iterations_that_vary_each_on_its_own_scale(browser, r
 
     opened(browser, copied(run_folder, place / "copy", samples=flat_at_first))
     assert [selected(browser, pane) for pane in (0, 1)] == ["2", "3"]
-    legends = [browser.find_element(By.CSS_SELECTOR, f"#pane{pane} .legend").text.split() for pane in (0, 1)]
+
+    def shown():
+        legends = [browser.find_element(By.CSS_SELECTOR, f"#pane{pane} .legend").text.split() for pane in (0, 1)]
+        return legends, [tokens(browser, pane)[0].value_of_css_property("background-color") for pane in (0, 1)]
+
+    legends, strongest = shown()
+    assert legends == [["≤", "-4", "≥", "4"]] * 2, "a colour means the same in both"
+    assert strongest[0] != strongest[1]
+    Select(browser.find_element(By.ID, "scale")).select_by_value("iteration")
+    legends, strongest = shown()
     assert legends == [["-0.40", "0.40"], ["-4", "4"]]
-    strongest = [tokens(browser, pane)[0].value_of_css_property("background-color") for pane in (0, 1)]
     assert strongest[0] == strongest[1]
-    Select(browser.find_element(By.ID, "scale")).select_by_value("all")
-    assert browser.find_element(By.CSS_SELECTOR, "#pane0 .legend").text.split() == ["-4", "4"]
-    assert tokens(browser, 0)[0].value_of_css_property("background-color") != strongest[1]
     assert complaints(browser) == []
 
 
 def test_reward_and_completions_are_on_the_first_screen(browser, run_folder, view):
     view(1280, height=900)
     opened(browser, run_folder)
-    for selector in ("#headline .main-svg", "#compared h3:nth-of-type(2)", "#compared p:last-child"):
+    for selector in (".story", ".next", "#headline .main-svg", "#compared .card:last-child"):
         box = browser.find_element(By.CSS_SELECTOR, selector).rect
         assert box["height"] > 0
         assert box["y"] + box["height"] <= 900, selector
-    titles = [title.text for title in browser.find_elements(By.CSS_SELECTOR, "#compared h3")]
-    assert titles == ["before (iteration 1)", "after (iteration 3)"]
     samples = read_run(run_folder).samples
-    after = next(s for s in samples if s["iteration"] == 3)
-    shown = browser.find_elements(By.CSS_SELECTOR, "#compared p")[1].get_attribute("textContent")
-    assert shown.startswith(two_digits(round(after["reward"], 4)))
+    first, last = (next(s for s in samples if s["iteration"] == number) for number in (1, 3))
+
+    def card():
+        abouts, texts = (
+            [x.text for x in browser.find_elements(By.CSS_SELECTOR, f"#compared {part}")[:2]]
+            for part in (".about", "p")
+        )
+        assert abouts == [
+            f"before (iteration 1), reward {two_digits(round(first['reward'], 4))}",
+            f"after (iteration 3), reward {two_digits(round(last['reward'], 4))}",
+        ]
+        assert texts == [sample["completion"].strip() for sample in (first, last)], "the prompt stands above them"
+        return [x.rect["x"] for x in browser.find_elements(By.CSS_SELECTOR, "#compared p")[:2]]
+
+    before, after = card()
+    assert before < after
+    assert browser.find_element(By.CSS_SELECTOR, "#compared .asked").text == f"{first['prompt']} …"
+    view(400)
+    before, after = card()
+    assert before == after, "one above the other on a phone"
+    view(1280, height=900)
     # The curves, further down, are drawn once they come near.
     drawn = (By.CSS_SELECTOR, "#plots .main-svg")
     assert not browser.find_elements(*drawn)
@@ -241,7 +299,8 @@ def test_a_run_of_one_iteration_has_one_column_and_points(browser, run_folder, p
     write_report(copy)
     opened(browser, copy)
     assert complaints(browser) == []
-    assert [title.text for title in browser.find_elements(By.CSS_SELECTOR, "#compared h3")] == ["iteration 1"]
+    abouts = [about.text for about in browser.find_elements(By.CSS_SELECTOR, "#compared .about")]
+    assert [about.split(",")[0] for about in abouts] == ["iteration 1"] * 3
     assert len(browser.find_elements(By.CSS_SELECTOR, "#compared p")) == 3
     assert len(browser.find_elements(By.CSS_SELECTOR, "#headline .scatterlayer path.point")) == 1
     assert not browser.find_element(By.ID, "pane1").is_displayed()

@@ -1,4 +1,5 @@
-from tokencredit.report.curves import POINTS, constant, sections
+from tokencredit.report.curves import FAMILIES, POINTS, SHARED, UNITS, constant, sections
+from tokencredit.report.meanings import meaning
 
 
 def drawn(*rows):
@@ -31,6 +32,15 @@ def test_metrics_of_one_unit_that_belong_together_share_a_chart():
         "lr": ["lr", "value_lr"],
         "seconds": ["seconds", "seconds/update"],
     }
+
+
+def test_metrics_of_evaluations_intervals_and_families_have_the_sentence_of_their_kind():
+    assert meaning("eval/reward/short") == meaning("reward/a/b") != meaning("reward")
+    assert meaning("audit/correlation_low") == meaning("audit/correlation")
+    assert meaning("env/ending/done") == meaning("env/ending/error") != meaning("env/turns")
+    assert meaning("mine") == meaning("mine/reward") == meaning("env/mine") == ""
+    family = {f"{name}/x" for name in FAMILIES}
+    assert all(map(meaning, {*SHARED, *UNITS, *family} - {"env/ending", "approx_kl"}))
 
 
 def test_turns_have_charts_of_their_units():

@@ -81,8 +81,9 @@ def test_it_shows_who_speaks_and_what_each_turn_was_credited(read):
     assert texts(browser, "#pane0 .about span") == ["reward 1", "2 turns, 4 tokens"]
     assert len(all_of(browser, "#pane0 .line line.start")) == 1
     shown = " ".join(texts(browser, "#compared p")[0].split())
+    assert texts(browser, "#compared .asked")[0] == "You are at the start."
     said = "assistant › go right environment › ⏎ A hole is near.⏎ assistant › down."
-    assert shown == f"1 You are at the start. {said}"
+    assert shown == said
 
 
 def test_observations_are_not_shaded_and_not_walked_through(read):
@@ -138,10 +139,10 @@ def test_the_scale_and_the_figures_are_of_acted_tokens(page):
     for name in ("advantages", "rewards", "values"):
         sample[name][3] = 50.0
     browser = page(sample)
-    assert texts(browser, "#pane0 .legend span") == ["-0.30", "0.30"]
+    assert texts(browser, "#pane0 .legend span") == ["≤ -0.30", "≥ 0.30"]
     assert texts(browser, "#pane0 .line .ends span") == ["0.65", "0"]
     Select(browser.find_element(By.ID, "quantity")).select_by_value("reward")
-    assert texts(browser, "#pane0 .legend span") == ["-0.99", "0.99"]
+    assert texts(browser, "#pane0 .legend span") == ["≤ -0.99", "≥ 0.99"]
     assert texts(browser, "#pane0 .turn .credit") == ["credit -0.40", "credit +0.40"], "whatever is shaded"
 
 

@@ -7,8 +7,10 @@ import pytest
 from helpers.episodes import episode, grid
 from helpers.files import data_of
 from helpers.proofs import proofs
+from tokencredit.report.meanings import meaning
 from tokencredit.report.page import CHARACTERS, LARGEST, OBSERVATION, TOKENS, render, write_report
 from tokencredit.report.reading import Run, read_run
+from tokencredit.report.story import story
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 
@@ -161,9 +163,32 @@ def test_the_headline_metric_is_drawn_first_and_once():
     assert shown["headline"]["title"] == "average_return"
 
 
-def test_a_classifier_is_named_with_its_label():
+def test_the_head_says_what_was_trained_how_well_and_what_to_do():
     reward = [{"classifier": "m", "label": "NEGATIVE"}, {"function": "f.py:f", "name": "short"}]
-    assert "<dd>m: NEGATIVE, short</dd>" in render(made(reward=reward))
+    metrics = [
+        {"iteration": i, "reward": 0.1 * i, "kl": i - 1.0, "seconds": 1.0, "attainable": 0.2 * i} for i in (1, 2, 3)
+    ]
+    run = made(metrics=metrics, reward=reward)
+    assert [tuple(fact) for fact in story(run)] == [
+        ("trained", "m", ""),
+        ("on the reward", "m: NEGATIVE, short", ""),
+        ("reward", "0.10 → 0.30", "in the last iteration"),
+        ("KL to the reference", "0 → 2", "nats per sequence"),
+        ("reached", "60 %", "of what this reward allows at this KL price"),
+        ("true credit", "not measured", "by an audit"),
+        ("time", "3 s", "3 iterations"),
+    ]
+    assert "<b>Next:</b> tokencredit audit runs/made</p>" in render(run)
+    sick = render(made(metrics=[row | {"masked": 1.0} for row in metrics]))
+    assert "1 problem</a>: no completion is left in the loss." in sick
+    assert "<b>Next:</b> raise rollout.max_new_tokens</p>" in sick
+    assert "More: docs/algorithms.md#rewards" in sick
+
+
+@pytest.mark.parametrize(("values", "said"), [([0.0] * 3, True), ([0.3, 0.5, 0.8], False)])
+def test_the_page_says_that_an_untrained_critic_gives_only_the_fade_of_the_reward(values, said):
+    page = render(made([sample(1, values=values), sample(2)]))
+    assert ("the critic knows nothing yet" in page) is said
 
 
 def test_a_run_without_samples_has_its_curves():
@@ -261,6 +286,7 @@ def test_a_real_run_of_episodes_is_shown_as_it_was_credited(unit, tmp_path):
     )
     PPOTrainer(args=args).train()
     run = read_run(tmp_path / "run")
+    assert all(map(meaning, run.metrics[0].keys() - {"iteration"}))
     data = data_of((tmp_path / "run" / "report.html").read_text())
     place = data["alternatives"].index("gae, λ = 0.95")
     assert len(data["credit"]) == len(run.samples) == 8

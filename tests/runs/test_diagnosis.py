@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import flat
 from tokencredit.settings.text import PPOConfig
 
+ROOT = Path(__file__).parents[2]
 CONFIG = {
     "reward": [{"classifier": "a", "weight": 1.0}, {"function": "b", "weight": 2.0}],
     "rollout": {"stop_at_eos": True},
@@ -250,7 +252,17 @@ def test_around_the_policy_that_drew_no_first_ratio_has_to_be_1():
 
 def test_every_check_has_a_case():
     others = {"still_warming", "truncated_support", "hollow_score"}  # of other settings, in tests of their own
-    assert {check.__name__ for _, check in CHECKS} == {*DISEASES, *others}
+    assert {check.__name__ for _, check, _ in CHECKS} == {*DISEASES, *others}
+
+
+@pytest.mark.parametrize("section", sorted({section for *_, section in CHECKS}))
+def test_the_section_that_explains_a_finding_exists_and_the_table_of_findings_links_to_it(section):
+    page, _, anchor = section.partition("#")
+    headings = re.findall(r"^##+ (.*)", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    if section != "docs/audit.md#the-diagnosis":  # a table of its own
+        link = section.removeprefix("docs/").removeprefix("report.md")
+        assert f"]({link}) |" in (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_warm_up_longer_than_the_run():
@@ -502,7 +514,7 @@ def test_advice_names_settings_that_exist():
 
 
 def test_no_finding_explains_its_own_cause():
-    known = {check.__name__ for _, check in CHECKS}
+    known = {check.__name__ for _, check, _ in CHECKS}
     for cause, consequences in EXPLAINS.items():
         assert {cause, *consequences} <= known
         assert all(cause not in EXPLAINS.get(name, ()) for name in consequences)

@@ -183,7 +183,7 @@ def report(options: Options) -> None:
 )
 def cite(options: Options) -> None:
     """Run `tokencredit cite`."""
-    from tokencredit.report.cite import citation
+    from tokencredit.report.paper.cite import citation
     from tokencredit.report.reading import read_run
 
     for line in citation([read_run(run, samples=False) for run in folders(options.runs)]).splitlines():

@@ -6,11 +6,18 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from tokencredit.audit.verdict import credit_verdict, critic_caution, measured, significant, text_parts
+from tokencredit.audit.verdict import (
+    credit_verdict,
+    critic_caution,
+    measured,
+    share,
+    significant,
+    text_parts,
+    unknown,
+)
 from tokencredit.report.reading import OF_ESTIMATOR, Run
 from tokencredit.runs.transcript import acted
 from tokencredit.runs.untrusted import visible
-from tokencredit.settings.run_kind import CONTROL, run_kind_of
 
 CRITIC = {
     "explained_variance": ("explained variance", "1 for a perfect critic, 0 for a constant, below 0 for a worse one"),
@@ -29,21 +36,30 @@ CRITIC = {
 """Names of the critic's figures, and their meaning."""
 
 
-def trust(run: Run) -> str | None:
-    """The trust score as a sentence; None for an agent's run without an audit."""
+def trust(run: Run) -> str:
+    """The trust score as a sentence."""
     if run.audit is None:
-        if run_kind_of(run.config) is CONTROL:
-            return None
-        if run.episodic:
-            return (
-                "The credit on this page has not been measured against true values: an audit cannot continue an "
-                "environment from the middle of an episode"
-            )
-        command = visible(f"tokencredit audit {shlex.quote(str(run.path))}")
-        if run.python:
-            command = "trainer.audit() in Python, or audit.every"
-        return f"The credit on this page has not been measured against true values; to measure it: {command}"
+        return f"The credit on this page has not been measured against true values; to measure it: {audit_command(run)}"
     return verdict(run.audit)
+
+
+def trust_fact(run: Run) -> tuple[str, str]:
+    """The trust score in a word or two, and a note on it."""
+    if run.audit is None:
+        return "not measured", "by an audit"
+    credit = run.audit["credit"]
+    if unknown(credit):
+        return "not known", "the audit is too noisy or too small"
+    correlation = credit["estimators"][credit["shown"]]["correlation"]
+    value, interval = text_parts(correlation)
+    return share(correlation).lower(), f"is real: correlation {value} ({interval})"
+
+
+def audit_command(run: Run) -> str:
+    """How to audit a run."""
+    if run.python:
+        return "trainer.audit() in Python, or audit.every"
+    return visible(f"tokencredit audit {shlex.quote(str(run.path))}")
 
 
 def verdict(audit: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokencredit.report.meanings import meaning
 from tokencredit.runs.summary import mean
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import HOMEWORK_TAGS
@@ -84,7 +85,7 @@ UNITS = {
 
 
 def sections(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Charts by section and name, each with `title` and `lines` of `name`, `x` and `y`, at most `POINTS` long.
+    """Charts by section and name, each with `title` and `lines` of `name`, `meaning`, `x` and `y`, at most `POINTS`.
 
     None stands for missing values. A metric that equals its total has no line: a reward's only term, the best of one
     completion per prompt.
@@ -101,7 +102,7 @@ def sections(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[s
         chart = chart_of(name)
         unit = f" ({UNITS[chart]})" if chart in UNITS else ""
         drawn = found[section_of(chart)].setdefault(chart, {"title": visible(chart) + unit, "lines": []})
-        drawn["lines"].append({"name": visible(name), "x": x, "y": y})
+        drawn["lines"].append({"name": visible(name), "meaning": meaning(name), "x": x, "y": y})
     return {title: charts for title, charts in found.items() if charts}
 
 

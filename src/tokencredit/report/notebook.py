@@ -9,8 +9,9 @@ from typing import Any, SupportsIndex, overload
 
 from tokencredit.report import audit_view, reading
 from tokencredit.report.curves import chart_of, sections
-from tokencredit.report.page import story, views
+from tokencredit.report.page import views
 from tokencredit.report.reading import REPORT, Run
+from tokencredit.report.story import story
 from tokencredit.report.templating import fill, shade, two_digits
 from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.settings.run_kind import run_kind_of
@@ -75,7 +76,8 @@ class NotebookRun(Run):
 
     def __repr__(self) -> str:
         outcome = run_kind_of(self.config).outcome.replace("_", " ")
-        return f"<Run {self.path}: {outcome} {dict(story(self))[outcome]}, {len(self.metrics)} iterations>"
+        change = next(fact.text for fact in story(self) if fact.label == outcome)
+        return f"<Run {self.path}: {outcome} {change}, {len(self.metrics)} iterations>"
 
     def _repr_html_(self) -> str:
         charts = {name: chart for found in sections(self.metrics).values() for name, chart in found.items()}

@@ -14,16 +14,17 @@ from tokencredit.errors import NotInstalled
 from tokencredit.report import agent_episode, audit_view
 from tokencredit.report.curves import chart_of, constant, section_of, sections
 from tokencredit.report.reading import REPORT, Run, read_run
+from tokencredit.report.story import next_step, story
 from tokencredit.report.templating import fill, readable, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import RunFolder
-from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PRICED, PROBLEMS, SCORED, scored_anew
-from tokencredit.runs.summary import WINDOW, attained, averaged, final_mean, iterations_in, mean
+from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PROBLEMS, SCORED
+from tokencredit.runs.summary import WINDOW
 from tokencredit.runs.transcript import acted, conversation, speeches, written
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import is_own, label_of
-from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
+from tokencredit.settings.run_kind import run_kind_of
 
 if TYPE_CHECKING:  # it imports torch, which a page does not need
     from tokencredit.runs.recorder import RunRecord
@@ -68,14 +69,11 @@ def write_final_report(record: RunRecord) -> None:
         record.event(f"no report.html: {error}, then tokencredit report {folder}")
 
 
-OWN_PARTS = {"advantage.estimator": "estimator", "critic.kind": "critic", "ppo.loss": "loss"}
-"""Words for the parts of a user, by key."""
-
-
 def render(run: Run) -> str:
     """The page as HTML."""
     audit, samples, truths = audit_view.view(run.audit), credit(run), audited(run)
     episode = run.episode and agent_episode.view(run.episode)
+    findings = diagnose(run.metrics[run.since :], run.config, ended=bool(run.summary), samples=run.samples)
     charts = sections(run.metrics)
     headline = chart_of(run_kind_of(run.config).headline)
     main = charts.get(section_of(headline), {}).pop(headline, None)
@@ -84,11 +82,12 @@ def render(run: Run) -> str:
         "page.html",
         name=visible(run.path.resolve().name),
         story=story(run),
-        findings=diagnose(run.metrics[run.since :], run.config, ended=bool(run.summary), samples=run.samples),
+        findings=findings,
+        next_step=next_step(run, findings),
         no_finding=no_finding(run.config, len(run.metrics)),
-        unchecked=run_kind_of(run.config) in OFFLINE,
         trust=audit_view.trust(run),
         faded=audit_view.faded(run),
+        fade=fade(run, samples),
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
         episode=episode,
@@ -115,47 +114,6 @@ def render(run: Run) -> str:
     )
 
 
-def story(run: Run) -> list[tuple[str, str]]:
-    """The run in short, from model and reward to outcome: pairs of a label and a text."""
-    metrics, run_kind = run.metrics, run_kind_of(run.config)
-    scored = metrics[run.since :] or metrics[-1:]
-    first, last = mean([scored[0].get(run_kind.headline)]), final_mean(scored, run_kind.headline)
-    name = run_kind.outcome.replace("_", " ")
-    seconds = sum(row.get("seconds") or 0.0 for row in metrics)
-    if run_kind is CONTROL:
-        entries = [("trained", f"an agent in {run.setting('env.id')}")]
-    elif run_kind in OFFLINE:
-        entries = [
-            ("trained", str(run.setting("model.name"))),
-            ("with", f"tokencredit {run_kind.command}"),
-            ("on the data set", str(run.setting("data.dataset") or "from Python")),
-        ]
-    else:
-        entries = [("trained", str(run.setting("model.name")))]
-        if environment := environment_of(run):
-            entries.append(("in the environment", environment))
-        if (listed := terms(run)) or not environment:
-            entries.append(("on the reward", ", ".join(listed)))
-    own = {f"with the {word}": run.setting(key) for key, word in OWN_PARTS.items()}
-    entries += [(word, visible(label_of(part))) for word, part in own.items() if is_own(part)]
-    entries.append((name, f"{two_digits(first)} → {two_digits(last)} ({averaged(len(metrics), run.since)})"))
-    if (kl := final_mean(metrics, "kl")) is not None:
-        entries.append(("KL to the reference", f"{two_digits(kl)} nats per sequence"))
-    elif (log_ratio := final_mean(metrics, "log_ratio")) is not None:
-        entries.append(
-            ("log-ratio to the reference", f"{two_digits(log_ratio)} nats per sequence, of filtered or older samples")
-        )
-    if (share := attained(metrics)) is not None and not scored_anew(run.changes, PRICED):
-        entries.append(("reached", share))
-    entries.append(("time", iterations_in(len(metrics), seconds)))
-    stopped = run.summary.get("stopped_by")
-    if stopped is None:
-        entries.append(("state", "not finished: this page shows its files so far"))
-    elif stopped != "iterations":
-        entries.append(("stopped by", str(stopped)))
-    return [(word, visible(text)) for word, text in entries]
-
-
 def marks(run: Run) -> list[dict[str, Any]]:
     """Lines in the curves where the reward, the prompts or the KL price changed: `x`, and `text` with the keys."""
     keys: dict[int, list[str]] = {}
@@ -163,25 +121,6 @@ def marks(run: Run) -> list[dict[str, Any]]:
         if after and key.startswith((*SCORED, "kl.")):
             keys.setdefault(after, []).append(key)
     return [{"x": after + 0.5, "text": visible(", ".join(names))} for after, names in keys.items()]
-
-
-def environment_of(run: Run) -> str:
-    """The environment or the tools of episodes of several turns; empty for single completions."""
-    names = [str(name)] if (name := run.setting("env.factory")) else []
-    if tools := run.setting("tools"):
-        names.append(f"tools {', '.join(map(str, tools))}")
-    return " with ".join(names) or ("from Python" if run.episodic else "")
-
-
-def terms(run: Run) -> list[str]:
-    """Names of the reward terms, or of their models and functions; a classifier's with its label."""
-    if run.episodic or "reward_funcs" in run.python:  # the configuration may lack some
-        names = dict.fromkeys(name for row in run.metrics for name in row)
-        return [name.removeprefix("reward/") for name in names if name.startswith("reward/")]
-    kinds = ("name", "function", "classifier", "reward_model")
-    listed = run.setting("reward") or []
-    found = [next((str(term[kind]) for kind in kinds if term.get(kind)), "?") for term in listed]
-    return [f"{name}: {term['label']}" if term.get("label") else name for name, term in zip(found, listed, strict=True)]
 
 
 def credit(run: Run) -> list[dict[str, Any]]:
@@ -225,6 +164,20 @@ def opened(samples: Sequence[Mapping[str, Any]]) -> list[int]:
     largest = max(spread.values(), default=0.0)
     varying = [number for number, deviation in spread.items() if deviation > 0 and deviation >= VARIES * largest]
     return list(dict.fromkeys([varying[0], varying[-1]] if varying else list(spread)[-1:]))
+
+
+def fade(run: Run, samples: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the credit of the first iteration shows, if its critic knows nothing yet; None otherwise."""
+    first = [sample["numbers"] for sample in samples if sample["iteration"] == run.metrics[0]["iteration"]]
+    values = [x for numbers in first for x in numbers.get("value", ()) if x is not None]
+    advantages = [x for numbers in first for x in numbers["advantage"]]
+    if not values or pstdev(values) >= VARIES * pstdev(advantages):
+        return None
+    return (
+        "In the first iteration the critic knows nothing yet: its values are the same for all tokens, so the credit "
+        "there is the reward, which fades by γλ per token towards the start of the text (a horizon of 1/(1 − γλ) "
+        "tokens). It does not yet tell which token earned the reward."
+    )
 
 
 def audited(run: Run) -> list[dict[str, Any]]:
@@ -292,6 +245,8 @@ def credit_view(
         "prompt": readable(conversation(sample)),
         "reward": sample["reward"],
         "truncated": sample["truncated"],
+        "chat": "messages" in sample,
+        "closed": bool(sample["tokens"]) and not sample["completion"].endswith(sample["tokens"][-1]),
         "tokens": [readable(token) for token in sample["tokens"]],
         "numbers": {name: rounded(values) for name, values in numbers.items()},
         "errors": {name: rounded(values) for name, values in errors.items()},

@@ -14,6 +14,9 @@ from tokencredit.runs.untrusted import visible
 SHADES = {"light": ("94 60 153", "230 97 1"), "dark": ("140 110 220", "230 120 20")}
 """Colours of negative and positive numbers: purple and orange, which people with any colour vision tell apart."""
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""Okabe and Ito's colour-blind-safe palette, without black and yellow, which a page may hide."""
+
 
 def fill(template: str, **values: Any) -> str:
     """A self-contained page from a template.
@@ -30,7 +33,7 @@ def _pages() -> Environment:
     # Autoescape for text in the page; `tojson` for its data, which escapes HTML's special characters.
     pages = Environment(loader=PackageLoader("tokencredit.report"), autoescape=True)
     pages.filters |= {"visible": visible, "readable": readable, "two_digits": two_digits, "shade": shade}
-    pages.globals |= {"plotly": plotly, "shades": SHADES}
+    pages.globals |= {"plotly": plotly, "shades": SHADES, "colours": COLOURS}
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}
     return pages
 

@@ -316,6 +316,7 @@ class Screen:
             self.say(f"  {finding.evidence}")
             self.say(f"  {finding.meaning}")
             self.say(f"  What to change: {finding.advice}.")
+            self.say(f"  More: {finding.section}")
 
 
 def _audited(metrics: Mapping[str, float]) -> str:

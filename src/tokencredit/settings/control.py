@@ -97,7 +97,7 @@ class AgentAdvantageConfig(AdvantageSettings):
     """Advantage estimator; docs/algorithms.md compares them, docs/your-own.md says how to write one. Those that compare
     scores of texts are not for agents."""
     gamma: float = setting(0.99, needs=read_by("gamma"), at_least=0, at_most=1)
-    """Discount factor per environment step."""
+    """Discount factor per environment step, with a horizon of 1/(1 − gamma) steps."""
     whiten: Literal["none", "batch", "minibatch"] = "minibatch"
     bootstrap: bool = setting(True, needs="critic.kind: not none")
     """Bootstrap from the critic where a time limit cut an episode off; false treats the limit as its end, worth 0. The

@@ -39,7 +39,8 @@ class AdvantageSettings(Group):
     kwargs: dict[str, Any] = setting(dict, needs="estimator: own")
     """Keyword arguments of an estimator of your own."""
     gamma: float = setting(1.0, needs=read_by("gamma"), at_least=0, at_most=1)
-    """Discount factor per step (token, or environment step)."""
+    """Discount factor per step (token, or environment step), with a horizon of 1/(1 − gamma) steps. Keep 1 where the
+    reward comes with the last token: below 1 the first tokens of long texts get little of it."""
     lam: float = setting(0.95, needs=read_by("lam"), at_least=0, at_most=1)
     """λ of gae and decoupled_gae: 0 trusts the critic, 1 trusts the sampled return."""
     lam_returns: float = setting(1.0, needs=read_by("lam_returns"), at_least=0, at_most=1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
+from tokencredit.report.meanings import meaning
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.data import PromptsConfig
@@ -38,12 +39,6 @@ from tokencredit.text.ppo_setup import (
 from tokencredit.text.rewards.terms import term_metrics
 from tokencredit.text.turns.episode_record import episode_metrics
 
-MEANINGS = {
-    "best": "mean over prompts of the best completion's reward",
-    "distinct": "share of distinct completions",
-    "distinct_2": "share of distinct pairs of neighbouring tokens",
-}
-"""Meanings of metrics whose names do not tell, for the command."""
 SEED_OFFSET = 1_000_003
 """Separates the seeds of evaluation from those of training; all evaluations of a run share their random numbers."""
 
@@ -128,7 +123,7 @@ def evaluate_source(
     metrics = evaluate(pipeline, prompts, config)
     print(sizes(config.eval, prompts))
     for name, value in ((metric.removeprefix("eval/"), value) for metric, value in metrics.items()):
-        print(f"{visible(name):<24} {value:<10.4g}{MEANINGS.get(name, '')}".rstrip())
+        print(f"{visible(name):<24} {value:<10.4g}{meaning(name)}".rstrip())
     return metrics
 
 

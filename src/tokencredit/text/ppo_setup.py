@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, importing, quoted
 from tokencredit.learn.state import trainable
-from tokencredit.report.card import Saved, model_card
+from tokencredit.report.paper.card import Saved, model_card
 from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.recorder import RunRecord

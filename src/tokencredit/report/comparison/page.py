@@ -26,12 +26,10 @@ from tokencredit.report.comparison.stats import (
     varying,
 )
 from tokencredit.report.reading import REPORT
-from tokencredit.report.templating import fill
+from tokencredit.report.templating import COLOURS, fill
 from tokencredit.runs.summary import WINDOW
 from tokencredit.runs.untrusted import visible
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's colour-blind-safe palette, without black and yellow, which a page may hide."""
 DASHES = {"solid": (), "dash": (6.0, 3.0), "dot": (1.5, 2.0), "dashdot": (6.0, 2.0, 1.5, 2.0)}
 """Dash styles by Plotly's names, with lengths of strokes and gaps; the next one is used once the colours run out."""
 SHOWN = 200

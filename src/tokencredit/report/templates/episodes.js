@@ -33,6 +33,18 @@ function episode(sample, spans, line, credit) {
   return make("div", { className: "episode" }, row("observation start", "prompt", folded(sample.prompt, sample.prompt.length, ending(sample.prompt))), ...rows);
 }
 
+// Messages of a prompt, as pairs of role and text. The sign after a role is escaped in what is said (transcript.py), so that no text
+// can pass for a speaker. A prompt that is no conversation has no role; the answer's own role comes last, and is left out.
+function messages({ chat, prompt }) {
+  if (!chat) return [["", prompt]];
+  return prompt.split(/^(?=[^›\n]* › )/m).map((part) => part.replace(/⏎?\n$/, "").split(/ › ([^]*)/, 2)).filter(([, text], i, all) => i < all.length - 1 || text);
+}
+
+function chat(sample, text) { // a completion that answers a conversation, as turns
+  const rows = messages(sample).map(([role, said]) => make("div", { className: "turn observation" }, speaker(role), folded(said, said.length)));
+  return make("div", { className: "episode" }, ...rows, make("div", { className: "turn acted" }, speaker("assistant"), text));
+}
+
 function placeOf(sample, i) { // the turn of a token in an episode
   if (!sample.turns) return "";
   const turns = acted(sample);
@@ -44,9 +56,8 @@ function lengthOf(sample) {
   return `${count} turn${count === 1 ? "" : "s"}, ${sample.tokens.length} tokens`;
 }
 
-function inline(sample, observed) { // an episode in a paragraph: the end of the prompt, and starts of observations
+function inline(sample, observed) { // an episode in a paragraph, with the starts of observations
   const cut = (text) => (text.length > SHORTEST ? `${text.slice(0, SHORTEST)}…` : text);
-  const end = sample.prompt.length > SHORTEST ? `…${sample.prompt.slice(-SHORTEST)}` : sample.prompt;
-  return [observed(end), ...sample.turns.flatMap(({ role, text, start, end }) =>
-    [speaker(` ${role} › `), text === undefined ? sample.tokens.slice(start, end).join("") : observed(cut(text))])];
+  return sample.turns.flatMap(({ role, text, start, end }) =>
+    [speaker(` ${role} › `), text === undefined ? sample.tokens.slice(start, end).join("") : observed(cut(text))]);
 }

@@ -9,23 +9,23 @@ function colour(share) { // from −1 to 1, ever thinner towards 0
   return `rgb(${share < 0 ? below : above} / ${(0.7 * Math.min(Math.abs(share), 1)).toFixed(3)})`;
 }
 
-const UNITS = {
-  advantage: "in units of reward", value: "in units of reward", reward: "in units of reward",
-  "true advantage": "in units of reward, from continuations", "true value": "in units of reward, from continuations",
-  "log-probability": "nats", "log-ratio": "nats, log π − log reference",
-  "ratio after the update": "around 1, which is no change",
+const MEANINGS = {
+  advantage: "how much better the text became with the token than expected, in units of reward; training makes tokens with a positive one likelier",
+  value: "reward that the critic expects before the token, in units of reward",
+  reward: "paid for the token, less the price of the KL if it is a part of the reward, in units of reward",
+  "true advantage": "the advantage as measured from continuations, in units of reward", "true value": "the value as measured from continuations, in units of reward",
+  "log-probability": "of the token when it was sampled, in nats", "log-ratio": "log π − log reference, in nats: above 0 the policy writes the token more often than the reference",
+  "ratio after the update": "the token's new probability over that when it was sampled, around 1, which is no change",
   clipped: "1 where the update's gradient is clipped",
   age: "in updates since the token was drawn",
 };
 const CENTRES = { "ratio after the update": 1 };
 
-function reach(samples, quantity) { // the largest distance from the centre, of the truth beside it too
+function reach(samples, quantity, share = 1) { // the largest distance from the centre, of the truth beside it too, or that of a share of them
   const centre = CENTRES[quantity] ?? 0;
-  let most = 0;
-  for (const { numbers } of samples) {
-    for (const x of [...(numbers[quantity] ?? []), ...(numbers[TRUTH[quantity]] ?? [])]) if (x !== null) most = Math.max(most, Math.abs(x - centre));
-  }
-  return most || 1;
+  const sizes = samples.flatMap(({ numbers }) => [...(numbers[quantity] ?? []), ...(numbers[TRUTH[quantity]] ?? [])])
+    .filter((x) => x !== null).map((x) => Math.abs(x - centre)).sort((a, b) => a - b);
+  return sizes[Math.ceil(share * (sizes.length - 1))] || sizes.at(-1) || 1;
 }
 
 function tokens(sample, values, scale, centre, describe, { truth, truthScale = scale, credit = values, error = 0 } = {}) {
@@ -42,7 +42,9 @@ function tokens(sample, values, scale, centre, describe, { truth, truthScale = s
   });
   walk([spans], (_, i) => describe(i));
   const line = (...parts) => make("div", { className: truth ? "tokens audited" : "tokens" }, ...parts);
-  return sample.turns ? episode(sample, spans, line, credit) : line(make("span", { className: "prompt", textContent: sample.prompt }), ...spans);
+  if (sample.turns) return episode(sample, spans, line, credit);
+  if (sample.chat) return chat(sample, line(...spans));
+  return line(make("span", { className: "prompt", textContent: sample.prompt }), ...spans);
 }
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -115,15 +117,16 @@ function creditView() {
 
   function draw() {
     const quantity = by("quantity").value, centre = CENTRES[quantity] ?? 0, scale = by("scale").value;
-    by("unit").textContent = `${quantity}, ${UNITS[quantity]}`;
+    by("unit").textContent = `${quantity}, ${MEANINGS[quantity]}`;
     panes[1].pane.hidden = !by("both").checked;
-    const order = by("order").value, shared = reach(views, quantity);
+    const order = by("order").value, shared = reach(views, quantity, 0.99); // a few tokens far off do not make all others pale
     for (const { select, low, high, ramp, list } of panes) {
       const samples = alike(samplesOf(select), samplesOf(panes[0].select));
       if (order !== "written") samples.sort((a, b) => (order === "best" ? b.reward - a.reward : a.reward - b.reward));
       const largest = scale === "all" ? shared : reach(samples, quantity), own = scale === "sample";
-      low.textContent = own ? "− its largest" : format(centre - largest);
-      high.textContent = own ? "+ its largest" : format(centre + largest);
+      const beyond = (sign) => (scale === "all" ? `${sign} ` : "");
+      low.textContent = own ? "− its largest" : beyond("≤") + format(centre - largest);
+      high.textContent = own ? "+ its largest" : beyond("≥") + format(centre + largest);
       const pixels = ramp.getContext("2d");
       pixels.clearRect(0, 0, 256, 1);
       for (let x = 0; x < 256; x++) { pixels.fillStyle = colour(x / 127.5 - 1); pixels.fillRect(x, 0, 1, 1); }
@@ -211,26 +214,36 @@ function auditCharts() {
   });
 }
 
-function completion(sample, ending = "") {
-  const prompt = (text) => make("span", { className: "prompt", textContent: text });
-  const parts = sample.turns ? inline(sample, prompt) : [prompt(sample.prompt), sample.tokens.join("")];
-  return make("p", {}, make("b", { textContent: `${format(sample.reward)} ` }), ...parts, ending);
+// A card starts with the end of the prompt, in a line of its own, so that texts start at their first differing word.
+function said(sample, label) {
+  const shown = sample.closed ? sample.tokens.slice(0, -1) : sample.tokens; // without the token that ended it
+  const prompt = (textContent) => make("span", { className: "prompt", textContent });
+  const text = sample.turns ? inline(sample, prompt) : [shown.join("").trimStart() || "∅"];
+  return make("div", {}, make("div", { className: "about" }, `${label}, reward `, make("b", { textContent: format(sample.reward) })), make("p", {}, ...text));
 }
+
+function asked(sample) {
+  const end = (text) => (text.length > SHORTEST ? `…${text.slice(-SHORTEST)}` : text);
+  const [role, text] = messages(sample).at(-1) ?? ["", ""]; // none where an empty answer is all
+  return make("div", { className: "asked" }, ...(role ? [speaker(`${role} `)] : []), `${end(text.trimEnd())}${sample.chat || sample.turns ? "" : " …"}`);
+}
+
+const card = (...pairs) => make("div", { className: "card" }, // a prompt that both share is shown once
+  ...pairs.flatMap(([sample, label], i) => [...(i && sample.prompt === pairs[0][0].prompt ? [] : [asked(sample)]), said(sample, label)]));
 
 function compared() { // completions of the first and the last iteration, the same prompts beside each other
   const first = credit[0].iteration, last = credit.at(-1).iteration;
   const of = (number) => credit.filter((s) => s.iteration === number);
   const before = alike(of(first), of(last)), after = alike(of(last), before);
-  const columns = first === last ? [[`iteration ${last}`, after]] : [[`before (iteration ${first})`, before], [`after (iteration ${last})`, after]];
-  const rows = Array.from({ length: Math.min(3, before.length, after.length) }, (_, i) => columns.map(([, samples]) => completion(samples[i])));
-  by("compared").style.setProperty("--columns", columns.length);
-  by("compared").append(...columns.map(([title]) => make("h3", { textContent: title })), ...rows.flat());
+  const rows = Array.from({ length: Math.min(3, before.length, after.length) }, (_, i) => (first === last
+    ? card([after[i], `iteration ${last}`]) : card([before[i], `before (iteration ${first})`], [after[i], `after (iteration ${last})`])));
+  by("compared").append(...rows);
 }
 
 function examples() {
   const ranked = [...credit].sort((a, b) => b.reward - a.reward);
   by("examples").replaceChildren(...[["best", ranked.slice(0, 3)], ["worst", ranked.slice(-3).reverse()]].map(([title, samples]) =>
-    make("div", {}, make("h3", { textContent: title }), ...samples.map((s) => completion(s, ` (iteration ${s.iteration})`)))));
+    make("div", {}, make("h3", { textContent: title }), ...samples.map((s) => card([s, `iteration ${s.iteration}`])))));
 }
 
 function smooth(values, width) {
@@ -241,12 +254,25 @@ function smooth(values, width) {
   });
 }
 
+function about({ title, lines }) { // the title of a chart; each metric in a sentence on hover, or below it when opened
+  const sentences = Map.groupBy(lines.filter(({ meaning }) => meaning), ({ meaning }) => meaning);
+  const texts = [...sentences].map(([meaning, those]) => (lines.length > 1 ? `${those.map(({ name }) => name).join(", ")}: ${meaning}` : meaning));
+  if (!texts.length) return make("div", { className: "title", textContent: title });
+  return make("details", { className: "title" }, make("summary", { title: texts.join("\n"), textContent: title }),
+    ...texts.map((textContent) => make("p", { className: "note", textContent })));
+}
+
 function plots() { // curves are drawn as they come near the window: all of them at once take seconds
   const charts = new Map(headline ? [[by("headline"), headline]] : []), near = new Set(charts.keys());
+  if (headline) by("headline").before(about(headline));
   for (const { title, charts: found } of curves) {
     const grid = make("div", { className: "plots" });
     by("plots").append(make("h3", { textContent: title }), grid);
-    for (const chart of found) charts.set(grid.appendChild(make("div")), chart);
+    for (const chart of found) {
+      const box = make("div", { className: "chart", role: "img", ariaLabel: `${chart.title} over iterations` });
+      grid.append(make("div", {}, about(chart), box));
+      charts.set(box, chart);
+    }
   }
   function draw(box) {
     const width = Number(by("smooth").value), state = `${width} ${dark.matches}`, chart = charts.get(box);
@@ -259,7 +285,7 @@ function plots() { // curves are drawn as they come near the window: all of them
         text: means.map(format), hovertemplate: "%{text}" };
     });
     plot(box, traces, {
-      title: { text: plain(chart.title), font: { size: 14 } }, margin: { l: 60, r: 10, t: 36, b: box.id ? 50 : 30 }, showlegend: traces.length > 1,
+      margin: { l: 60, r: 10, t: 12, b: box.id ? 50 : 30 }, showlegend: traces.length > 1,
       shapes: changes.map(({ x }) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1, line: { dash: "dot", width: 1 } })),
       annotations: changes.map(({ x, text }) => ({ x, y: 1, yref: "paper", text: "changed", hovertext: plain(text), showarrow: false, font: { size: 10 } })),
       legend: { orientation: "h", y: -0.2, font: { size: 11 } }, xaxis: box.id ? { title: { text: "iteration" } } : {}, yaxis: { exponentformat: "none" },
@@ -275,7 +301,7 @@ function plots() { // curves are drawn as they come near the window: all of them
   for (const box of charts.keys()) if (!near.has(box)) watch.observe(box);
   by("smooth").addEventListener("input", change);
   dark.addEventListener("change", change);
-  addEventListener("beforeprint", () => [...charts.keys()].forEach(draw));
+  addEventListener("beforeprint", () => charts.forEach((_, box) => { near.add(box); draw(box); }));
   change();
 }
 

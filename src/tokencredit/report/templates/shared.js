@@ -1,7 +1,7 @@
 "use strict";
 // What a model wrote and what a configuration holds is untrusted: it enters a page as text nodes only, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
-const dark = matchMedia("(prefers-color-scheme: dark)");
+const dark = matchMedia("screen and (prefers-color-scheme: dark)");
 const by = (id) => document.getElementById(id);
 function format(x) { // as `two_digits` of templating.py
   if (x === null || x === undefined) return "none";
@@ -46,7 +46,7 @@ function plot(box, traces, { xaxis, yaxis, ...layout }) {
   const [ink, line, ground] = ["--ink", "--line", "--ground"].map((name) => style.getPropertyValue(name).trim());
   const grid = { gridcolor: line, zerolinecolor: line };
   Plotly.react(box, traces, {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink }, hovermode: "x unified",
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink }, colorway: {{ colours|tojson }}, hovermode: "x unified",
     hoverlabel: { bgcolor: ground, namelength: 30 }, xaxis: { ...grid, ...xaxis }, yaxis: { ...grid, ...yaxis }, ...layout,
   }, { responsive: true, displaylogo: false, displayModeBar: false });
 }

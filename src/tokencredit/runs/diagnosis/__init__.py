@@ -16,7 +16,7 @@ from tokencredit.settings.run_kind import OFFLINE, run_kind_of
 __all__ = ["CHECKS", "Finding", "diagnose", "no_finding"]
 
 CHECKS = (*CRITIC_CHECKS, *POLICY_CHECKS, *REWARD_CHECKS, *TEXT_CHECKS)
-"""All checks with the weights of their findings."""
+"""All checks with the weights and sections of their findings."""
 STILL = ("explained_variance", "clip_low", "flat_reward")
 ENDS = ("truncated", "stop_unused")
 EXPLAINS: dict[str, Sequence[str]] = {
@@ -60,9 +60,9 @@ def diagnose(
     if not len(evidence) or evidence.run_kind in OFFLINE:
         return []
     findings = []
-    for weight, check in CHECKS:
+    for weight, check, section in CHECKS:
         if (finding := check(evidence)) and (cures := evidence.possible(finding.cures)):
-            findings.append(replace(finding, name=check.__name__, weight=weight, cures=cures))
+            findings.append(replace(finding, name=check.__name__, weight=weight, section=section, cures=cures))
     explained = {name for finding in findings for name in EXPLAINS.get(finding.name, ())}
     causes = [finding for finding in findings if finding.name not in explained]
     return sorted(causes, key=lambda finding: -finding.weight)

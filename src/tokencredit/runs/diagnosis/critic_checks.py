@@ -162,12 +162,12 @@ def lam_high(run: Evidence) -> Finding | None:
     )
 
 
-CRITIC_CHECKS: tuple[tuple[int, Check], ...] = (
-    (50, explained_variance),
-    (52, pretraining),
-    (58, critic_worse),
-    (56, critic_flat),
-    (54, lam_low),
-    (28, lam_high),
+CRITIC_CHECKS: tuple[tuple[int, Check, str], ...] = (
+    (50, explained_variance, "docs/algorithms.md#normalisation"),
+    (52, pretraining, "docs/algorithms.md#value-pretraining"),
+    (58, critic_worse, "docs/audit.md#the-diagnosis"),
+    (56, critic_flat, "docs/audit.md#the-diagnosis"),
+    (54, lam_low, "docs/audit.md#the-diagnosis"),
+    (28, lam_high, "docs/audit.md#the-diagnosis"),
 )
-"""Each check and the weight of its finding."""
+"""Each check, the weight of its finding, and the section that explains it."""

@@ -40,6 +40,8 @@ class Finding:
     """That of its check, a function."""
     weight: int = 0
     """Importance; above 80, the run's other numbers cannot be trusted."""
+    section: str = ""
+    """Section of the documentation that explains it."""
 
     @property
     def advice(self) -> str:

@@ -191,7 +191,8 @@ def kl_runaway(run: Evidence) -> Finding | None:
     return Finding(
         "the KL to the reference runs away",
         f"{run.where('kl')}, {per_token:.2f} nats per token; {run.where('reward')}",
-        "The policy no longer writes like the model it came from, and reward models are unreliable on such texts."
+        "The policy no longer writes like the model it came from, and reward models are unreliable on such texts, "
+        "which invites reward hacking."
         if run.learns()
         else "The policy moves away from the model it came from, and the reward hardly rises: it follows noise.",
         ("raise kl.coef", "set kl.target", "lower optim.lr", "stop earlier (stop.kl)"),
@@ -272,8 +273,8 @@ def discounted(run: Evidence) -> Finding | None:
     return Finding(
         "γ discounts the reward away",
         f"advantage.gamma {gamma:g}; {run.where('length')}; {run.where(run.reward)}",
-        f"Of a reward at the end, a share of {gamma:g}^{length:.0f} = {gamma**length:.1g} reaches the first step, so "
-        "early steps learn nothing from it.",
+        f"Its horizon is 1 / (1 − γ) = {1 / (1 - gamma):.0f} tokens: of a reward at the end, a share of {gamma:g}^"
+        f"{length:.0f} = {gamma**length:.1g} reaches the first step, so early steps learn nothing from it.",
         ("leave out advantage.gamma",),
     )
 
@@ -306,20 +307,20 @@ def still_warming(run: Evidence) -> Finding | None:
     )
 
 
-POLICY_CHECKS: tuple[tuple[int, Check], ...] = (
-    (100, mismatch),
-    (83, engine_mismatch),
-    (82, stale_samples),
-    (98, no_step),
-    (95, not_moved),
-    (95, all_masked),
-    (75, kl_runaway),
-    (87, entropy_explodes),
-    (70, entropy_collapse),
-    (68, discounted),
-    (55, clip_high),
-    (64, clip_low),
-    (32, truncated_support),
-    (45, still_warming),
+POLICY_CHECKS: tuple[tuple[int, Check, str], ...] = (
+    (100, mismatch, "docs/algorithms.md#rounding"),
+    (83, engine_mismatch, "docs/algorithms.md#corrections-in-a-run"),
+    (82, stale_samples, "docs/engines.md#training-while-sampling"),
+    (98, no_step, "docs/resuming.md#nan-and-infinity"),
+    (95, not_moved, "docs/algorithms.md#kl-divergence"),
+    (95, all_masked, "docs/algorithms.md#rewards"),
+    (75, kl_runaway, "docs/algorithms.md#kl-divergence"),
+    (87, entropy_explodes, "docs/algorithms.md#entropy-and-weights"),
+    (70, entropy_collapse, "docs/algorithms.md#entropy-and-weights"),
+    (68, discounted, "docs/algorithms.md#the-setting"),
+    (55, clip_high, "docs/algorithms.md#losses"),
+    (64, clip_low, "docs/algorithms.md#losses"),
+    (32, truncated_support, "docs/algorithms.md#corrections-in-a-run"),
+    (45, still_warming, "docs/algorithms.md#steering-a-run"),
 )
-"""Each check and the weight of its finding."""
+"""Each check, the weight of its finding, and the section that explains it."""

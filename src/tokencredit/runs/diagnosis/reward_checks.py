@@ -242,17 +242,17 @@ def observations_cut(run: Evidence) -> Finding | None:
     )
 
 
-REWARD_CHECKS: tuple[tuple[int, Check], ...] = (
-    (80, constant_term),
-    (35, dominant_term),
-    (61, equal_scores),
-    (60, flat_reward),
-    (59, evaluation_disagrees),
-    (82, environment_fails),
-    (78, calls_malformed),
-    (76, tools_fail),
-    (44, never_ended),
-    (46, no_room),
-    (33, observations_cut),
+REWARD_CHECKS: tuple[tuple[int, Check, str], ...] = (
+    (80, constant_term, "docs/rewards.md#in-the-metrics"),
+    (35, dominant_term, "docs/rewards.md#in-the-metrics"),
+    (61, equal_scores, "docs/algorithms.md#advantages-without-a-critic"),
+    (60, flat_reward, "docs/training.md#the-limit-of-a-reward"),
+    (59, evaluation_disagrees, "docs/training.md#sampling-and-evaluating-any-model"),
+    (82, environment_fails, "docs/turns.md#when-user-code-fails"),
+    (78, calls_malformed, "docs/turns.md#chat-templates"),
+    (76, tools_fail, "docs/turns.md#when-user-code-fails"),
+    (44, never_ended, "docs/turns.md#how-an-episode-ends"),
+    (46, no_room, "docs/turns.md#how-an-episode-ends"),
+    (33, observations_cut, "docs/turns.md#the-rollout"),
 )
-"""Each check and the weight of its finding."""
+"""Each check, the weight of its finding, and the section that explains it."""

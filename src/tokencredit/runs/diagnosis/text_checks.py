@@ -23,8 +23,8 @@ def degenerate(run: Evidence) -> Finding | None:
     return Finding(
         "the reward rises, and the texts fall apart",
         "; ".join(map(run.where, (run.reward, "ref_logprob", "repetition"))),
-        "The policy has found texts that the reward likes and people would not: repetitive, or unlike anything that "
-        "the reference would write.",
+        "Reward hacking: the policy has found texts that the reward likes and people would not, repetitive ones or "
+        "unlike anything that the reference would write.",
         (
             "raise kl.coef",
             "lower optim.lr",
@@ -108,7 +108,8 @@ def hollow_score(run: Evidence) -> Finding | None:
     return Finding(
         "the score is high for a repetitive text" if text else "the score is high for an empty text",
         f"{text!r} has the reward {best['reward']:.3g} in iteration {best['iteration']}; {run.where('reward')}",
-        "The policy learns to write what the score likes, whether or not it says anything.",
+        "An opening for reward hacking: the policy learns to write what the score likes, whether or not it says "
+        "anything.",
         (
             "give such texts a low score (reward.function repetition with a negative weight)"
             if text
@@ -125,11 +126,11 @@ def _hollow(sample: Mapping[str, Any]) -> bool:
     return not sample["completion"].strip() or (len(tokens) >= REPETITIVE and len(set(tokens)) <= len(tokens) / 3)
 
 
-TEXT_CHECKS: tuple[tuple[int, Check], ...] = (
-    (86, hollow_score),
-    (85, degenerate),
-    (84, ends_at_once),
-    (41, stop_unused),
-    (40, truncated),
+TEXT_CHECKS: tuple[tuple[int, Check, str], ...] = (
+    (86, hollow_score, "docs/report.md#reward-hacking"),
+    (85, degenerate, "docs/report.md#reward-hacking"),
+    (84, ends_at_once, "docs/prompts.md#formats"),
+    (41, stop_unused, "docs/training.md#settings"),
+    (40, truncated, "docs/algorithms.md#rewards"),
 )
-"""Each check and the weight of its finding."""
+"""Each check, the weight of its finding, and the section that explains it."""

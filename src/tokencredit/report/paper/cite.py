@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from tokencredit.provenance.parts import label
-from tokencredit.report.card import bibtex, code
 from tokencredit.report.comparison.stats import MISSING, SEED, RunGroup, group_runs, texts, values, without_seed
+from tokencredit.report.paper.card import bibtex, code
 from tokencredit.report.reading import Run
 from tokencredit.settings.run_kind import PARTS, RunKind, run_kind_of
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tokencredit.report.cite import citation
+from tokencredit.report.paper.cite import citation
 from tokencredit.report.reading import Run
 
 MADE = {
