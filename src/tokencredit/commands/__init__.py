@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
     "inspect": run_reports.inspect,
     "play": run_reports.play,
     "report": run_reports.report,
+    "picture": run_reports.picture,
     "cite": run_reports.cite,
     "compare": run_reports.compare,
     "sweep": train.sweep,

@@ -1,4 +1,4 @@
-"""Commands on finished runs: `audit`, `limit`, `inspect`, `play`, `report`, `compare` and `doctor`."""
+"""Commands on finished runs: `audit`, `limit`, `inspect`, `play`, `report`, `picture`, `compare` and `doctor`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tokencredit.commands.command_line import (
     POSITIVE_INT,
     SEED,
     Options,
+    checked,
     command,
     option,
     positional,
@@ -174,6 +175,45 @@ def report(options: Options) -> None:
     from tokencredit.report.page import write_report
 
     show_page(write_report(Path(options.run)), options)
+
+
+@command(
+    "Draw one completion with its credit for a paper or a post.",
+    RUN,
+    option(
+        "--row", type=POSITIVE_INT, default=1, help="Completion of the iteration, in the page's order; by default 1."
+    ),
+    option("--iteration", type=POSITIVE_INT, help="Iteration of the completion; by default the last with completions."),
+    option("--width", type=checked(float, at_least=2, at_most=50), default=6.5, help="Inches; by default 6.5."),
+    option("--out", metavar="FILE", help="File that ends in .svg or .png; by default one of each in the run's folder."),
+    runs_code=False,
+)
+def picture(options: Options) -> None:
+    """Run `tokencredit picture`."""
+    options.refuse_empty("out")
+    from tokencredit.report.notebook import read_run
+
+    run = Path(options.run)
+    if options.out is None:
+        RunFolder(options.run).require_writable()
+    kept = read_run(run).samples
+    if not kept:
+        raise ConfigError(f"{options.run!r} keeps no completions; run.samples sets their number, and agents have none")
+    iterations = list(dict.fromkeys(sample["iteration"] for sample in kept))
+    number = options.iteration or iterations[-1]
+    found = [sample for sample in kept if sample["iteration"] == number]
+    if not found:
+        raise ConfigError(f"--iteration is {number}; the run keeps completions of {', '.join(map(str, iterations))}")
+    if options.row > len(found):
+        raise ConfigError(f"--row is {options.row}; the run keeps {len(found)} completions of iteration {number}")
+    files = [run / "picture.svg", run / "picture.png"] if options.out is None else [Path(options.out)]
+    try:
+        missing = found[options.row - 1].picture(*files, inches=options.width)
+    except OSError as error:
+        raise ConfigError(f"cannot write {options.out!r}: {error.strerror}; give another --out") from error
+    print(*files, sep="\n")
+    if missing:
+        print(f"no installed font has {missing}, drawn as boxes; install one that has, such as fonts-noto-cjk")
 
 
 @command(

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
 
+from tokencredit.errors import ConfigError
 from tokencredit.report import audit_view, reading
 from tokencredit.report.curves import chart_of, sections
 from tokencredit.report.page import views
 from tokencredit.report.reading import REPORT, Run
 from tokencredit.report.story import story
-from tokencredit.report.templating import fill, shade, two_digits
+from tokencredit.report.templating import fill, two_digits
 from tokencredit.runs.diagnosis import diagnose, no_finding
+from tokencredit.runs.folder import write_file
+from tokencredit.runs.jsonl import ASSISTANT
+from tokencredit.runs.transcript import SIGN
 from tokencredit.settings.run_kind import run_kind_of
 
 WIDTH, HEIGHT = 300, 90
@@ -22,6 +26,8 @@ MARKED = 40
 """Most points of a curve that are marked one by one."""
 SHOWN = 8
 """Most completions shown; of a longer list the last ones."""
+ENDS = 300
+"""Most characters shown of each end of a prompt or an observation."""
 FINDINGS = 3
 """Most findings shown; the page has all of them."""
 DISTANCES = ("kl", "log_ratio")
@@ -37,6 +43,25 @@ class Sample(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         return samples_html(self.run, [self])
+
+    def picture(self, *files: str | Path, inches: float = 6.5) -> str:
+        """Draw the completion with its credit into files that end in `.svg` or `.png`, on its iteration's scale.
+
+        Returns:
+            The characters that no installed font has, which are boxes in the picture.
+        """
+        from tokencredit.report.picture import draw  # Matplotlib takes half a second
+
+        others = [x for x in self.run.samples if x["iteration"] == self["iteration"] and x != self]
+        shown = views(self.run, [self, *others])
+        largest, missing = reach(shown), ""
+        missing = ""
+        for file in map(Path, files):
+            if file.suffix not in (".svg", ".png"):
+                raise ConfigError(f"the picture is {str(file)!r}; it must end in .svg or .png")
+            data, missing = draw(described(shown[0], largest), two_digits(largest), file.suffix[1:], inches)
+            write_file(file, data)
+        return missing
 
 
 class Samples(list[Sample]):
@@ -109,7 +134,7 @@ def samples_html(run: Run, samples: Sequence[Mapping[str, Any]]) -> str:
     if not samples:
         return ""
     shown = views(run, samples[-SHOWN:])
-    largest = max((abs(x) for sample in shown for x in sample["numbers"]["advantage"]), default=0.0) or 1.0
+    largest = reach(shown)
     return fill(
         "notebook.html",
         samples=[described(sample, largest) for sample in shown],
@@ -118,24 +143,37 @@ def samples_html(run: Run, samples: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def reach(samples: Sequence[Mapping[str, Any]]) -> float:
+    """The largest size of an advantage in samples of the page."""
+    return max((abs(x) for sample in samples for x in sample["numbers"]["advantage"]), default=0.0) or 1.0
+
+
 def described(sample: Mapping[str, Any], largest: float) -> dict[str, Any]:
     """A sample of the page for the template: parts with a text, or with the tokens' texts, shades and numbers."""
     numbers, error = sample["numbers"], sample["error"] or 0.0
     tokens = []
     for place, text in enumerate(sample["tokens"]):
         advantage = numbers["advantage"][place]
-        share = (0.3 if abs(advantage) < error else 1.0) * advantage / largest
+        faint = abs(advantage) < error
+        share = (0.3 if faint else 1.0) * advantage / largest
         about = [f"{name} {two_digits(x[place])}" for name, x in numbers.items() if x[place] is not None]
-        tokens.append({"text": text or "∅", "shade": shade(share), "about": ", ".join(about)})
+        tokens.append({"text": text or "∅", "share": share, "faint": faint, "about": ", ".join(about)})
     turns = sample.get("turns", [{"role": "", "start": 0, "end": len(tokens)}])
     parts = [
-        {"role": turn["role"], "tokens": tokens[turn["start"] : turn["end"]]} if "start" in turn else turn
+        {"role": turn["role"], "tokens": tokens[turn["start"] : turn["end"]]}
+        if "start" in turn
+        else {"role": turn["role"], "text": without_middle(turn["text"])}
         for turn in turns
     ]
-    prompt = "" if "turns" in sample else sample["prompt"]
-    return {"about": f"iteration {sample['iteration']}, reward {two_digits(sample['reward'])}", "prompt": prompt} | {
-        "parts": parts
-    }
+    # Each turn of an episode names its speaker.
+    prompt = sample["prompt"].removesuffix(f"⏎\n{ASSISTANT} {SIGN} ") if "turns" in sample else sample["prompt"]
+    outcome = f"iteration {sample['iteration']}, reward {two_digits(sample['reward'])}"
+    return {"about": outcome, "prompt": without_middle(prompt), "parts": parts}
+
+
+def without_middle(text: str) -> str:
+    """A text, without its middle if it is long."""
+    return text if len(text) <= 2 * ENDS else f"{text[:ENDS]} … {text[-ENDS:]}"
 
 
 def drawn(chart: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,8 +56,13 @@ def readable(text: str) -> str:
 
 
 def shade(share: float) -> str:
-    """CSS colour of a number, by its share of the largest: ever thinner towards 0; page.js has the same."""
-    return f"rgb({SHADES['light'][share >= 0]} / {0.7 * min(abs(share), 1.0):.3f})"
+    """CSS colour of a number, by its share of the largest; page.js has the same."""
+    return f"rgb({SHADES['light'][share >= 0]} / {opacity(share):.3f})"
+
+
+def opacity(share: float) -> float:
+    """Opacity of a number's colour, by its share of the largest: ever thinner towards 0."""
+    return 0.7 * min(abs(share), 1.0)
 
 
 def two_digits(value: float | None) -> str:

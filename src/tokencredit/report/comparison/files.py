@@ -16,6 +16,7 @@ from tokencredit.errors import ConfigError, importing
 from tokencredit.report.comparison.compare import Comparison
 from tokencredit.report.comparison.page import DASHES, MARKED, reach, render, style
 from tokencredit.report.comparison.stats import cell
+from tokencredit.report.picture import PLAIN
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 
@@ -31,13 +32,11 @@ WIDTH = 3.25
 LEGEND = 44
 """Maximum characters in a line of a figure's legend."""
 RC: Any = {
-    # The reader's matplotlibrc may enable TeX, and `$` would begin a formula.
-    **{"text.usetex": False, "text.parse_math": False},
+    **PLAIN,
     **{"font.size": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "legend.fontsize": 7.5},
     **{"axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6},
     "pdf.fonttype": 42,  # TrueType, since publishers refuse Type 3
     "svg.fonttype": "none",  # text as text
-    "svg.hashsalt": "tokencredit",  # equal figures are equal files
 }
 LATEX = {character: f"\\{character}" for character in "&%$#_{}"}
 LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
