@@ -7,7 +7,7 @@ VLLM_TESTS ?= tests/text/engines/vllm
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install train test compiled fast quick fuzz lowest lint types format lock proofs benchmark bench gpu costs families test-vllm test-trackers chaos processes doctor study truth beside-trl
-.PHONY: dist release-source docs findings notebooks world fuzz-templates
+.PHONY: dist release-source docs findings gallery notebooks world fuzz-templates
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,7 +83,8 @@ test-trackers: .trackers-venv/installed  ## Test W&B, Trackio and MLflow as trac
 	.lowest-venv/bin/uv pip install --python .lowest-venv --resolution lowest-direct --editable ".[dev]"
 	touch $@
 
-# Whole and from nothing each time: a page that is not built again does not repeat its warnings.
+# Whole and from nothing each time: a page that is not built again does not repeat its warnings. It takes what
+# `make notebooks` and `make gallery` left in build/, and does without them.
 docs: .venv/installed-docs  ## Build the documentation site in build/site: a warning or a broken link fails
 	rm -rf build/site
 	$(BIN)/python -m sphinx -q -n -W --keep-going -c docs . build/site
@@ -171,8 +172,14 @@ doctor: install  ## Train and audit runs with a planted fault, and healthy ones,
 	.trl-venv/bin/python -m pip install --quiet trl==1.9.2
 	touch $@
 
-notebooks: install  ## Execute the notebooks, each in a kernel of its own, and store nothing
-	$(BIN)/jupyter execute --timeout=600 notebooks/*.ipynb
+notebooks: install  ## Execute the notebooks, each in a kernel of its own, as copies in build/notebooks, which `make docs` shows
+	rm -rf build/notebooks
+	mkdir -p build/notebooks
+	cp notebooks/*.ipynb build/notebooks
+	$(BIN)/jupyter execute --timeout=600 --inplace build/notebooks/*.ipynb
+
+gallery: .venv/installed-docs  ## Train the gallery's runs in build/gallery in a few minutes on two cores, for `make docs`
+	$(BIN)/python docs/site_gallery.py
 
 world: install  ## Train the built-in models anew
 	$(BIN)/python -m demo.build

@@ -1,25 +1,29 @@
-"""Parts of the site that are made while it is built: the reference, formulas as MathML, and llms.txt."""
+"""Parts of the site made while it is built: reference, gallery, notebooks, formulas as MathML, and llms.txt."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
+from site_gallery import copy_pages, gallery_page
 from site_reference import reference_pages
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
 REFERENCE = Path(__file__).parent / "reference"
 """Folder of the generated pages, which git ignores."""
+EXECUTED = Path(__file__).parents[1] / "build" / "notebooks"
+"""Folder of the notebooks with their outputs, as `make notebooks` leaves them."""
 
 
 def write_reference(_app: Sphinx) -> None:
-    """Write the pages of the reference that changed, and remove those that are no more."""
+    """Write the pages of the reference and the gallery that changed, and remove those that are no more."""
     REFERENCE.mkdir(exist_ok=True)
-    pages = dict(reference_pages())
+    pages = dict(reference_pages()) | {"gallery.md": gallery_page()}
     for old in REFERENCE.iterdir():
         if old.name not in pages:
             old.unlink()
@@ -36,6 +40,20 @@ def list_notebooks(app: Sphinx, page: str, text: list[str]) -> None:
         text[0] = text[0].replace("\nfirst\n", "\n".join(["", "first", *notebooks, ""]))
 
 
+def with_outputs(_app: Sphinx, page: str, text: list[str]) -> None:
+    """Show a notebook with its outputs, if it was executed as it is now."""
+    executed = EXECUTED / f"{Path(page).name}.ipynb"
+    if page.startswith("notebooks/") and executed.is_file():
+        found = executed.read_text(encoding="utf-8")
+        if sources(found) == sources(text[0]):
+            text[0] = found
+
+
+def sources(notebook: str) -> list[str]:
+    """The texts of a notebook's cells."""
+    return ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]]
+
+
 def mathml(translator: Any, node: nodes.Element) -> None:
     """Write a formula as MathML, which browsers show without a script."""
     display = "block" if isinstance(node, nodes.math_block) else "inline"
@@ -43,10 +61,15 @@ def mathml(translator: Any, node: nodes.Element) -> None:
     raise nodes.SkipNode
 
 
-def write_llms(app: Sphinx, error: Exception | None) -> None:
+def finish(app: Sphinx, error: Exception | None) -> None:
+    """Add the pages of the gallery's runs and llms.txt."""
+    if error is None:
+        copy_pages(Path(app.outdir))
+        write_llms(app)
+
+
+def write_llms(app: Sphinx) -> None:
     """Write llms.txt: what the site is, and its pages with a line on each."""
-    if error is not None:
-        return
     lines = ["# Tokencredit", "", f"> {first_sentence(app, 'index')}"]
     for toctree in app.env.get_doctree("index").findall(addnodes.toctree):
         lines += ["", f"## {toctree['caption']}", ""]
@@ -73,7 +96,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Register the parts."""
     app.connect("builder-inited", write_reference)
     app.connect("source-read", list_notebooks)
-    app.connect("build-finished", write_llms)
+    app.connect("source-read", with_outputs)
+    app.connect("build-finished", finish)
     app.add_node(nodes.math, override=True, html=(mathml, None))
     app.add_node(nodes.math_block, override=True, html=(mathml, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

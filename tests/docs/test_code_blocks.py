@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.site_gallery import CARDS
 from tokencredit.cli import command_parser
 from tokencredit.commands import COMMANDS
 from tokencredit.commands.command_line import Options, value_of
@@ -28,6 +29,7 @@ BLOCKS = [
     for text in [page.read_text(encoding="utf-8")]
     for found in re.finditer(r"^```(\w+)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 ]
+BLOCKS += [(f"gallery: {card.name}", "sh", "\n".join(card.commands)) for card in CARDS]
 OPERATORS = ("<", ">", ">>", "|", "&&", ";", "done")
 
 

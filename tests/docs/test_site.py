@@ -1,11 +1,13 @@
-"""The reference on the site has every setting and every public name; `make docs` is strict about the rest."""
+"""Parts of the site made while it is built: reference, gallery and notebooks; `make docs` is strict about the rest."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import tokencredit as tc
+from docs import site_gallery
 from docs.site_reference import reference_pages
 from tokencredit import core
 from tokencredit.settings.data import KINDS
@@ -51,3 +53,50 @@ def test_every_page_has_its_place_in_the_navigation():
     listed = re.findall(r"^(?:.* <)?([\w./-]+)>?$", (ROOT / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
     pages = [page.relative_to(ROOT).with_suffix("") for page in (ROOT / "docs").glob("*.md")]
     assert sorted(map(str, pages)) == sorted(name for name in listed if re.fullmatch(r"docs/[\w-]+", name))
+
+
+def test_the_gallery_has_the_picture_outcome_and_page_of_runs_that_are_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(site_gallery, "RUNS", tmp_path)
+    without = site_gallery.gallery_page()
+    assert "without them" in without
+    assert without.count("\n## ") == without.count("```sh") == len(site_gallery.CARDS) >= 7
+    card, agent = (next(card for card in site_gallery.CARDS if card.name == name) for name in ("main-job", "cartpole"))
+    small = {"run.iterations": 1, "run.trackers": []}
+    text = small | {"run.dir": str(card.run), "rollout.batch_size": 4, "rollout.max_new_tokens": 4}
+    tc.PPOTrainer(args=tc.PPOConfig.from_dict(text)).train()
+    settings = small | {"env.id": "CartPole-v1", "steps": 64, "run.dir": str(agent.run)}
+    tc.ControlTrainer(tc.ControlConfig.from_dict(settings)).train()
+    for run in (card.run, agent.run):
+        (run / site_gallery.PICTURE).write_text("<svg/>")
+    page = site_gallery.gallery_page()
+    assert "without them" not in page
+    for name, outcome in (("main-job", "reward"), ("cartpole", "average return")):
+        part = next(part for part in page.split("\n## ") if f"gallery/{name}.html" in part)
+        assert re.search(rf"^{outcome} .* → .*; time 1 iteration", part, re.MULTILINE)
+        assert f"{name}/picture.svg)" in part
+    site_gallery.copy_pages(tmp_path / "site")
+    assert sorted(file.name for file in (tmp_path / "site" / "gallery").iterdir()) == ["cartpole.html", "main-job.html"]
+
+
+def test_a_notebook_has_its_outputs_unless_it_has_changed_since(monkeypatch, tmp_path):
+    for package in ("sphinx", "latex2mathml"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import site_parts
+
+    monkeypatch.setattr(site_parts, "EXECUTED", tmp_path)
+    stored = (ROOT / "notebooks" / "2-gae-by-hand.ipynb").read_text(encoding="utf-8")
+    executed = json.loads(stored)
+    code = next(cell for cell in executed["cells"] if cell["cell_type"] == "code")
+    code["outputs"] = [{"output_type": "stream", "name": "stdout", "text": "done"}]
+    (tmp_path / "2-gae-by-hand.ipynb").write_text(json.dumps(executed), encoding="utf-8")
+
+    def shown(page, text):
+        found = [text]
+        site_parts.with_outputs(None, page, found)
+        return found[0]
+
+    assert "done" in shown("notebooks/2-gae-by-hand", stored)
+    changed = stored.replace(executed["cells"][0]["source"][0].rstrip(), "# Another title", 1)
+    assert shown("notebooks/2-gae-by-hand", changed) == changed
+    assert shown("docs/report", "text") == "text"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, importing
 from tokencredit.report import audit_view, reading
 from tokencredit.report.curves import chart_of, sections
 from tokencredit.report.page import views
@@ -50,7 +50,8 @@ class Sample(dict[str, Any]):
         Returns:
             The characters that no installed font has, which are boxes in the picture.
         """
-        from tokencredit.report.picture import draw  # Matplotlib takes half a second
+        with importing("a picture", "matplotlib"):  # which takes half a second
+            from tokencredit.report.picture import draw
 
         others = [x for x in self.run.samples if x["iteration"] == self["iteration"] and x != self]
         shown = views(self.run, [self, *others])
