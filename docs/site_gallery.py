@@ -33,8 +33,6 @@ class Card(NamedTuple):
     sentence: str
     commands: tuple[str, ...]
     """The last one trains, and gets `--run.dir`."""
-    row: int = 1
-    """The completion in the picture."""
 
     @property
     def run(self) -> Path:
@@ -125,7 +123,8 @@ def train(card: Card) -> None:
     """Train a card's run anew, and draw its picture."""
     shutil.rmtree(card.run, ignore_errors=True)
     commands = [*card.commands[:-1], f"{card.commands[-1]} --run.dir {card.run}"]
-    draws = "compare" if "control" in card.commands[-1] else f"picture --width 4.5 --row {card.row}"
+    # Early credit has both signs.
+    draws = "compare" if "control" in card.commands[-1] else "picture --iteration 10 --width 4.5"
     commands.append(f"tokencredit {draws} {card.run} --out {card.run / PICTURE}")
     found = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), "OMP_NUM_THREADS": "1"}
     log = RUNS / f"{card.name}.log"
