@@ -27,7 +27,8 @@ html_sourcelink_suffix = ""  # llms.txt links to the sources, which are Markdown
 
 myst_enable_extensions = ["attrs_inline", "deflist", "dollarmath"]
 myst_heading_anchors = 4
-nb_execution_mode = "off"
+nb_execution_mode = "off"  # `make notebooks` leaves copies with outputs
+nb_output_stderr = "remove"  # tqdm's advice to install widgets
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
