@@ -19,7 +19,7 @@ from tokencredit.runs.diagnosis import diagnose
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "build" / "gallery"
 PICTURE = "picture.svg"
-SHOWN = ("reward", "average return", "reached", "time")
+SHOWN = ("reward", "average return", "time")
 """Parts of a run's story that its card has."""
 JOBS = 2
 """Runs at a time, of one thread each."""
