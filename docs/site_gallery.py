@@ -115,7 +115,7 @@ def section(card: Card) -> str:
 def copy_pages(site: Path) -> None:
     """Copy the pages of the runs into the built site."""
     for card in filter(is_trained, CARDS):
-        (site / "gallery").mkdir(exist_ok=True)
+        (site / "gallery").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(card.run / REPORT, site / "gallery" / f"{card.name}.html")
 
 
