@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from tokencredit.report.page import story
 from tokencredit.report.reading import REPORT, read_run
+from tokencredit.report.story import story
 from tokencredit.runs.diagnosis import diagnose
 
 ROOT = Path(__file__).parents[1]
