@@ -105,7 +105,7 @@ def section(card: Card) -> str:
     if is_trained(card):
         run, page = read_run(card.run), f"../../gallery/{card.name}.html"
         found = diagnose(run.metrics[run.since :], run.config, ended=True, samples=run.samples)
-        outcome = [f"{name} {text}" for name, text in story(run) if name in SHOWN]
+        outcome = [f"{fact.label} {fact.text}" for fact in story(run) if fact.label in SHOWN]
         outcome += [f"diagnosis: {finding.title}" for finding in found]
         parts[1:1] = [f"![{card.title}]({os.path.relpath(card.run / PICTURE, ROOT / 'docs' / 'reference')})"]
         parts += [f"{escape('; '.join(outcome))}.", f'<a href="{page}">The run\'s page</a>']

@@ -72,7 +72,7 @@ def test_the_gallery_has_the_picture_outcome_and_page_of_runs_that_are_there(mon
     assert "without them" not in page
     for name, outcome in (("main-job", "reward"), ("cartpole", "average return")):
         part = next(part for part in page.split("\n## ") if f"gallery/{name}.html" in part)
-        assert re.search(rf"^{outcome} .* → .*; time 1 iteration", part, re.MULTILINE)
+        assert re.search(rf"^{outcome} .* → .*; time ", part, re.MULTILINE)
         assert f"{name}/picture.svg)" in part
     site_gallery.copy_pages(tmp_path / "site")
     assert sorted(file.name for file in (tmp_path / "site" / "gallery").iterdir()) == ["cartpole.html", "main-job.html"]
