@@ -50,7 +50,7 @@ class Sample(dict[str, Any]):
         Returns:
             The characters that no installed font has, which are boxes in the picture.
         """
-        with importing("a picture", "matplotlib"):  # which takes half a second
+        with importing("a picture", "Matplotlib", "tokencredit[compare]"):  # which takes half a second
             from tokencredit.report.picture import draw
 
         others = [x for x in self.run.samples if x["iteration"] == self["iteration"] and x != self]

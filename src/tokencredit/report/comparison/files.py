@@ -16,13 +16,14 @@ from tokencredit.errors import ConfigError, importing
 from tokencredit.report.comparison.compare import Comparison
 from tokencredit.report.comparison.page import DASHES, MARKED, reach, render, style
 from tokencredit.report.comparison.stats import cell
-from tokencredit.report.picture import PLAIN
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
 
 with importing("a comparison", "Matplotlib", "tokencredit[compare]"):
     import matplotlib
     from matplotlib.figure import Figure
+
+    from tokencredit.report.picture import PLAIN
 
 NAME = "comparison"
 """Name of the page and of other files of the whole comparison, in a folder."""
