@@ -176,6 +176,13 @@ def test_a_constant_term_is_named_from_the_second_iteration_on(iterations, found
         assert "constant_term" not in names(varied, ended=False)
 
 
+@pytest.mark.parametrize("name", ["constant_term", "dominant_term"])
+def test_a_term_of_weight_0_is_watched_alone(name):
+    watched = CONFIG | {"reward": [term | {"weight": 0.0} if i else term for i, term in enumerate(CONFIG["reward"])]}
+    assert name in names(sick(name))
+    assert name not in names(sick(name), watched)
+
+
 def test_a_result_without_findings_says_how_little_was_checked():
     """Fewer than half of the illnesses can be named in nine iterations."""
     named = {name for name in DISEASES if name in names(sick(name)[:9])}
