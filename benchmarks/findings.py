@@ -247,6 +247,8 @@ def row(study: Study, variant: str, base: str | None, columns: Columns) -> str:
 def less(study: Study, variant: str, other: str, measure: Callable[[Run, str], float], metric: str) -> str:
     """Difference of a figure between two variants, with its interval; * marks intervals that exclude 0."""
     delta, low, high = difference(figures(study, variant, measure, metric), figures(study, other, measure, metric))
+    if not math.isfinite(delta):
+        return "–"
     if not math.isfinite(low):
         return number(delta, sign="+")
     return f"{number(delta, sign='+')} [{number(low, sign='+')}, {number(high, sign='+')}]" + " *" * (low * high > 0)
@@ -313,7 +315,7 @@ AUDITED = (5, 10, 20, 40)
 """Iterations after which the credit of the study `truth` was audited."""
 PRICE = 0.05
 """`kl.coef` of the study `worlds`."""
-CRITIC_FREE = ("grpo", "rloo", "dr-grpo", "reinforce++")
+WITHOUT_CRITIC = ("grpo", "rloo", "dr-grpo", "reinforce++")
 """Variants of the study `reasoning` without a critic, as published."""
 LADDER = ("ppo", "value-pretraining", "decoupled", "length-adaptive", "clip-higher", "token-loss", "positive-nll")
 LADDER += ("groups",)
@@ -737,7 +739,7 @@ CLAIMS = (
         "reasoning",
         "solved greedily at the end",
         end,
-        [("ppo", other, "eval/reward") for other in CRITIC_FREE],
+        [("ppo", other, "eval/reward") for other in WITHOUT_CRITIC],
     ),
     Claim(
         "15b",
@@ -745,10 +747,21 @@ CLAIMS = (
         "reasoning",
         "solved greedily at the end",
         end,
-        [("ppo-separate", other, "eval/reward") for other in CRITIC_FREE],
+        [("ppo-separate", other, "eval/reward") for other in WITHOUT_CRITIC],
     ),
     Claim(
         "15c",
+        "the same of PPO with a critic of its own and one completion per problem",
+        "reasoning",
+        "solved greedily at the end",
+        end,
+        [
+            ("ppo-separate,per_prompt=1", other, "eval/reward")
+            for other in (*WITHOUT_CRITIC, "reinforce++,per_prompt=1")
+        ],
+    ),
+    Claim(
+        "15d",
         "VAPO's changes together solve more than its PPO",
         "reasoning-ladder",
         "solved greedily at the end",
@@ -971,7 +984,9 @@ def tables(found: Studies) -> dict[str, str]:
         "ages-large-steps": table(
             found["ages-large-steps"], aged, base="age=0", pairs=corrected(found["ages-large-steps"])
         ),
-        "reasoning": table_if_run(found, "reasoning", verified, [], base="ppo"),
+        "reasoning": table_if_run(
+            found, "reasoning", verified, [("rloo", "grpo"), ("grpo-masked", "grpo")], base="ppo"
+        ),
         "reasoning-ladder": table_if_run(
             found, "reasoning-ladder", verified, [pair[::-1] for pair in pairwise(LADDER)], base="ppo"
         ),
