@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,6 +247,8 @@ def row(study: Study, variant: str, base: str | None, columns: Columns) -> str:
 def less(study: Study, variant: str, other: str, measure: Callable[[Run, str], float], metric: str) -> str:
     """Difference of a figure between two variants, with its interval; * marks intervals that exclude 0."""
     delta, low, high = difference(figures(study, variant, measure, metric), figures(study, other, measure, metric))
+    if not math.isfinite(delta):
+        return "–"
     if not math.isfinite(low):
         return number(delta, sign="+")
     return f"{number(delta, sign='+')} [{number(low, sign='+')}, {number(high, sign='+')}]" + " *" * (low * high > 0)
@@ -312,6 +315,11 @@ AUDITED = (5, 10, 20, 40)
 """Iterations after which the credit of the study `truth` was audited."""
 PRICE = 0.05
 """`kl.coef` of the study `worlds`."""
+WITHOUT_CRITIC = ("grpo", "rloo", "dr-grpo", "reinforce++")
+"""Variants of the study `reasoning` without a critic, as published."""
+LADDER = ("ppo", "value-pretraining", "decoupled", "length-adaptive", "clip-higher", "token-loss", "positive-nll")
+LADDER += ("groups",)
+"""Rungs of the study `reasoning-ladder`."""
 MAIN_VARIANTS = ("learned critic", "true-credit", "group_relative", "leave_one_out")
 COLOURS = ("#999999", "#0072B2", "#D55E00", "#009E73")
 
@@ -725,6 +733,41 @@ CLAIMS = (
         whole,
         [("max-norm", "l2-norm", "reward")],
     ),
+    Claim(
+        "15a",
+        "with a verifier, PPO with its default critic solves more than each estimator without one",
+        "reasoning",
+        "solved greedily at the end",
+        end,
+        [("ppo", other, "eval/reward") for other in WITHOUT_CRITIC],
+    ),
+    Claim(
+        "15b",
+        "the same of PPO with a critic of its own",
+        "reasoning",
+        "solved greedily at the end",
+        end,
+        [("ppo-separate", other, "eval/reward") for other in WITHOUT_CRITIC],
+    ),
+    Claim(
+        "15c",
+        "the same of PPO with a critic of its own and one completion per problem",
+        "reasoning",
+        "solved greedily at the end",
+        end,
+        [
+            ("ppo-separate,per_prompt=1", other, "eval/reward")
+            for other in (*WITHOUT_CRITIC, "reinforce++,per_prompt=1")
+        ],
+    ),
+    Claim(
+        "15d",
+        "VAPO's changes together solve more than its PPO",
+        "reasoning-ladder",
+        "solved greedily at the end",
+        end,
+        [("groups", "ppo", "eval/reward")],
+    ),
 )
 """Claims whose verdict follows from `verdict`."""
 
@@ -753,12 +796,14 @@ def claim_table(found: Studies) -> str:
 NOT_RUN = "No runs of this study are kept yet."
 
 
-def table_if_run(found: Studies, name: str, columns: Columns, pairs: Sequence[tuple[str, str]]) -> str:
+def table_if_run(
+    found: Studies, name: str, columns: Columns, pairs: Sequence[tuple[str, str]], base: str = "base"
+) -> str:
     """The table of a study beside its base, with those pairs that were run; `NOT_RUN` without kept metrics."""
     if name not in found:
         return NOT_RUN
     study = found[name]
-    return table(study, columns, base="base", pairs=there(study, pairs))
+    return table(study, columns, base=base, pairs=there(study, pairs))
 
 
 def there(study: Study, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -850,6 +895,13 @@ def tables(found: Studies) -> dict[str, str]:
         "behavior_kl, nats per token": (whole, "behavior_kl"),
         "clip_fraction": (whole, "clip_fraction"),
     }
+    verified = {
+        "solved greedily at the end": (end, "eval/reward"),
+        "solved, mean of all iterations": (whole, "reward"),
+        "solved at the end": (end, "reward"),
+        "entropy at the end, nats per token": (end, "entropy"),
+        "explained variance": (whole, "explained_variance"),
+    }
     price = ("kl_ent", "kl-1.0", "entropy-0.02", "kl-0.5", "kl-0.5-entropy-0.02", "gae", "gae-1.5")
     return {
         "verdicts": claim_table(found),
@@ -931,6 +983,12 @@ def tables(found: Studies) -> dict[str, str]:
         "ages": table(found["ages"], aged, base="age=0", pairs=corrected(found["ages"])),
         "ages-large-steps": table(
             found["ages-large-steps"], aged, base="age=0", pairs=corrected(found["ages-large-steps"])
+        ),
+        "reasoning": table_if_run(
+            found, "reasoning", verified, [("rloo", "grpo"), ("grpo-masked", "grpo")], base="ppo"
+        ),
+        "reasoning-ladder": table_if_run(
+            found, "reasoning-ladder", verified, [pair[::-1] for pair in pairwise(LADDER)], base="ppo"
         ),
         "planted": length_table(found["planted-credit"], first, "shown", exact="exact answer"),
         "planted-squared": length_table(found["planted-credit"], first, "shown_squared"),

@@ -33,6 +33,9 @@ MODELS = Path("runs/models")
 PLANTED = RECIPES / "planted-credit" / "world.py"
 """Program that builds the policies of `PLANTED_STUDIES` and measures their credit."""
 PLANTED_STUDIES = ("planted-credit", "planted-kinds")
+REASONING = RECIPES / "reasoning" / "sums.py"
+BUILDERS = dict.fromkeys(PLANTED_STUDIES, PLANTED) | {"reasoning": REASONING, "reasoning-ladder": REASONING}
+"""Programs that build the policies of studies, if they are not there."""
 PLANTED_KEPT = ("reward", "explained_variance")
 SIZES = ("tiny", "small", "large")
 """Policies of the scaling study that are not built in."""
@@ -53,17 +56,20 @@ STUDIES = {
     "turns": "turns/sweep.yaml",
     "ages": "ages/sweep.yaml",
     "ages-large-steps": "ages/large-steps.yaml",
+    "reasoning": "reasoning/sweep.yaml",
+    "reasoning-ladder": "reasoning/ladder.yaml",
 }
 KEPT = ("reward", "reward_std", "kl", "kl_coef", "entropy", "ref_logprob", "length", "truncated", "distinct")
 KEPT += ("distinct_2", "repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
 KEPT += ("reward/NEGATIVE", "train/average_return", "total_steps", "eval/average_return", "tokens", "env/turns")
 KEPT += ("reward/story", "critic_value_loss", "age_mean", "behavior_kl", "weight_mean", "weight_zero")
+KEPT += ("eval/reward", "pretrain/tokens", "pretrain/explained_variance", "masked", "positive_nll")
 WORDS = 4
 
 
 def run(study: str, seeds: int | None, jobs: int) -> int:
     """Run the missing runs of a study, from the repository's root; returns the exit code."""
-    commands = [[str(PLANTED)]] if study in PLANTED_STUDIES else []
+    commands = [[str(BUILDERS[study])]] if study in BUILDERS else []
     if study == "scaling":
         missing = [size for size in SIZES if not (MODELS / size / "policy" / "README.md").is_file()]
         commands = [["-m", "demo.build", "--size", size, "--out", str(MODELS / size)] for size in missing]
@@ -89,7 +95,8 @@ def keep(study: str, replace: bool = False) -> Path:
             continue
         run = read_run(planned.folder)
         names = PLANTED_KEPT if study in PLANTED_STUDIES else KEPT
-        rows = {name: [shorter(row.get(name)) for row in run.metrics] for name in names if name in run.metrics[0]}
+        measured = {name for row in run.metrics for name in row}
+        rows = {name: [shorter(row.get(name)) for row in run.metrics] for name in names if name in measured}
         if study in PLANTED_STUDIES:
             rows |= {name: [shorter(value)] for name, value in planted_credit(planned.folder, run).items()}
         elif run.samples:

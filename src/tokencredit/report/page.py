@@ -141,14 +141,18 @@ def views(run: Run, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     numbers = {sample["iteration"] for sample in samples}
     clip = run.setting("ppo.clip") if run.setting("ppo.loss") in (None, "clip") else None  # others clip no token
     kept = None if clip is None else clip_range((clip, run.setting("ppo.clip_high") or clip))
-    masked = run.setting("ppo.mask_truncated")
     whitened = run.setting("advantage.whiten") not in (None, "none")
     means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
     errors = {number: (audit_view.credit_error(run, number) or (None,))[0] for number in numbers}
     return [
-        credit_view(run, s, None if s["truncated"] and masked else kept, means.get(number, 0.0), errors[number])
+        credit_view(run, s, kept if in_loss(s) else None, means.get(number, 0.0), errors[number])
         for number, s in ((sample["iteration"], sample) for sample in samples)
     ]
+
+
+def in_loss(sample: Mapping[str, Any]) -> bool:
+    """False for a completion that was masked out of the loss."""
+    return any(advantage is not None for advantage in sample.get("loss_advantages", sample["advantages"]))
 
 
 def opened(samples: Sequence[Mapping[str, Any]]) -> list[int]:
