@@ -242,7 +242,8 @@ def positive_weights(scores: Tensor, mask: Tensor, reduce: Reduce | None = None)
     positive = mask & (scores > 0).unsqueeze(1)
     counts = torch.stack([mask.sum(), positive.sum()])
     every, of_positive = counts if reduce is None else reduce(counts)
-    return positive * (every / of_positive.clamp(min=1))
+    weights: Tensor = positive * (every / of_positive.clamp(min=1))
+    return weights
 
 
 def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
