@@ -140,6 +140,12 @@ def test_a_reward_function_of_python_may_be_named_as_in_a_configuration(tmp_path
         as_terms("regex")
 
 
+def test_a_term_of_a_configuration_keeps_its_weight_in_python():
+    (term,) = as_terms([FunctionTerm(function="repetition", weight=-2.0)])
+    assert (term.name, term.weight) == ("repetition", -2.0)
+    assert rate([term]).totals[0] <= 0.0
+
+
 def rate_by(prompts, completions, factor, **columns):
     return [factor * 1.0 for _ in completions]
 
@@ -149,7 +155,7 @@ def model_free(prompts, completions):
 
 
 def test_other_objects_of_python_are_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"reward_funcs\[1\]: 3 is neither a function, nor"):
+    with pytest.raises(ConfigError, match=r"reward_funcs\[1\]: an object of type int is neither a function, nor"):
         as_terms([model_free, 3])
     with pytest.raises(ConfigError, match=r"reward_funcs\[1\]\.name is 'model_free'.*Term\(name, weight, function\)"):
         as_terms([model_free, model_free])

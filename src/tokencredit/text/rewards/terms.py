@@ -113,7 +113,7 @@ def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term
     Args:
         reward_funcs: a reward function or its name, as in a configuration, a hub id or folder of a reward model, a
             loaded reward model (its tokenizer is found by the name it was loaded from), or a list of them. A `Term`
-            keeps its own name and weight.
+            keeps its own name and weight, and so does a term of a configuration, such as `FunctionTerm`.
         device: device of the models.
     """
     entries = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
@@ -123,8 +123,8 @@ def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term
 
 
 def _as_term(reward: Any, device: torch.device | str) -> Term:
-    if isinstance(reward, Term):
-        return _checked(reward)
+    if isinstance(reward, Term | RewardTerm):
+        return _checked(_build(reward, device) if isinstance(reward, RewardTerm) else reward)
     if isinstance(reward, str) and (reward in READY_MADE or (":" in reward and not reward.startswith("builtin:"))):
         return Term(reward.rpartition(":")[2], 1.0, load_function(reward, {}))
     if isinstance(reward, str):
@@ -142,7 +142,10 @@ def _as_term(reward: Any, device: torch.device | str) -> Term:
     if isinstance(reward, type):
         raise ConfigError(f"{reward.__name__} is a class; pass an instance, {reward.__name__}(…)")
     if not callable(reward):
-        raise ConfigError(f"{reward!r} is neither a function, nor the name of a reward model, nor a model")
+        raise ConfigError(
+            f"an object of type {type(reward).__name__} is neither a function, nor a reward model or the name of one, "
+            "nor a term such as tokencredit.FunctionTerm(function='repetition', weight=-1); settings go to args="
+        )
     function = reward.func if isinstance(reward, partial) else reward
     return Term(getattr(function, "__name__", type(function).__name__), 1.0, reward)
 
