@@ -22,6 +22,7 @@ from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environme
 from tokencredit.control.vector_environments import make_envs, share_statistics, statistics, uses_mujoco
 from tokencredit.report.agent_episode import STEPS
 from tokencredit.report.notebook import drawn
+from tokencredit.report.story import Fact
 from tokencredit.report.templating import fill
 from tokencredit.runs.summary import figure
 from tokencredit.settings.control import ControlConfig
@@ -83,7 +84,11 @@ class PlayedEpisode:
         return fill(
             "notebook.html",
             name="episode",
-            story=[("return", figure(sum(self.rewards))), ("steps", str(len(steps))), ("ended by", self.ending)],
+            story=[
+                Fact("return", figure(sum(self.rewards))),
+                Fact("steps", str(len(steps))),
+                Fact("ended by", self.ending),
+            ],
             frames=self.record()["frames"],
             charts=[
                 drawn({"title": title, "lines": [{"name": title, "x": steps, "y": numbers}]})
