@@ -315,6 +315,9 @@ def test_a_run_that_lacks_the_metric_is_named():
         choose_metric(runs, "rewards")
     with pytest.raises(ConfigError, match="no metric in common"):
         choose_metric([made(rewards=[None], tokens=None, columns={"seconds": [None]}), made()])
+    noisy = made(columns={"audit/noise": [None, 0.7]})
+    with pytest.raises(ConfigError, match=r"no audit/correlation in 'runs/a': noise may explain such an audit"):
+        choose_metric([noisy], "audit/correlation")
 
 
 def test_runs_are_called_by_what_tells_them_apart():

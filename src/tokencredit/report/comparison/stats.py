@@ -202,6 +202,10 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     lacking = [repr(str(run.path)) for run, known in zip(runs, found, strict=True) if wanted not in known]
     if not lacking:
         return wanted
+    if wanted.startswith("audit/") and any("audit/noise" in known and wanted not in known for known in found):
+        raise ConfigError(
+            f"no {wanted} in {', '.join(lacking)}: noise may explain such an audit; audit with more --continuations"
+        )
     common = sorted(set.intersection(*found))
     near = misspelt(wanted, common)
     raise ConfigError(
