@@ -61,6 +61,12 @@ def test_a_reward_that_fails_is_an_error_and_the_others_are_called(tmp_path):
     assert "broken" in found[1].text
 
 
+def test_a_critic_of_another_vocabulary_is_an_error(tmp_path):
+    settings = {"critic": {"kind": "separate", "name": "builtin:grid"}, "run.dir": str(tmp_path / "run")}
+    (found,) = (x for x in check(PPOConfig.from_dict(settings)) if (x.state, x.part) == ("error", "model"))
+    assert "critic.name is 'builtin:grid', whose tokenizer has other ids" in found.text
+
+
 @pytest.mark.parametrize("role", [None, "user"])
 def test_plain_prompts_of_a_chat_model_are_a_warning_unless_they_are_messages(role, chat_folder, tmp_path):
     settings = {"model.name": str(chat_folder), "prompts.role": role, "prompts.text": "Good?"}

@@ -212,7 +212,10 @@ def test_a_padding_token_beyond_the_vocabulary_does_not_matter(here, tokenizer):
 
 
 def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, tokenizer):
-    trainer = training(tokenizer, here / "out", peft_config=LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True))
+    fresh = {"ref_model": AutoModelForCausalLM.from_pretrained(POLICY)}  # the same beside an adapter
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True)
+    trainer = training(tokenizer, here / "out", peft_config=lora, **fresh)
+    assert trainer.trainer.pipeline.reference is trainer.trainer.policy
     reward = trainer.trainer.pipeline.terms[0].function
     ids, end = tokenizer("The film is great")["input_ids"], tokenizer.eos_token_id
     with torch.no_grad():

@@ -23,6 +23,7 @@ from tokencredit.text import ppo_setup as setup
 from tokencredit.text.data.hub import check_push
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.tasks import Tasks
+from tokencredit.text.models.critic import check_tokenizer
 from tokencredit.text.models.model_loading import load_tokenizer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import score
@@ -117,7 +118,9 @@ def check_model(known: Known) -> Lines:
     known.lm = cast(Any, SimpleNamespace(config=lm_config))
     yield "ok", f"{model.name}, {lm_config.model_type}, a tokenizer of {len(known.tokenizer):,} tokens"
     if critic is not None:
-        yield "ok", f"critic.name {critic}, {base_config(model, critic).model_type}"
+        kind = base_config(model, critic).model_type
+        check_tokenizer(f"critic.name is {critic!r}", critic, model, known.tokenizer)
+        yield "ok", f"critic.name {critic}, {kind}"
 
 
 def check_prompts(known: Known) -> Lines:

@@ -78,10 +78,10 @@ class PPOTrainer:
         for line in lines:
             self.trainer.record.log(f"not honoured: {line}")
 
-    def take_reference(self, model: nn.Module, given: Any) -> None:
-        """Let the reference model be the given one; `ConfigError` if it cannot be."""
+    def take_reference(self, given: Any, same: bool) -> None:
+        """Let the reference model be the given one, unless that is the `same`; `ConfigError` if it cannot be."""
         reference = self.trainer.pipeline.reference
-        if reference is None or given is None or weights_digest(given) == weights_digest(model):
+        if reference is None or same:
             return
         if reference is self.trainer.policy:
             raise ConfigError("ref_model differs from model, and with an adapter the reference is model without it")
@@ -155,8 +155,9 @@ class TrainingTrainer(PPOTrainer):
         self._choose_adapter()
         parts = {"processing_class": fitting(self.tokenizer, self.model), "peft_config": peft_config}
         parts |= {"callbacks": [self.relay]}
+        same = equal(self.ref_model, self.model)  # an adapter changes the model in place
         self.trainer = Trainer(self.model, reward_model, PPOConfig.from_dict(settings), train_dataset, **parts)
-        self.take_reference(self.model, self.ref_model)
+        self.take_reference(self.ref_model, same)
         self.say([*lines, *self.relay.lines])
 
     def train(self, resume_from_checkpoint: bool = False) -> Any:
@@ -246,9 +247,11 @@ class SteppingTrainer(PPOTrainer):
         if training_data_collator is not None:
             lines.append("training_data_collator: updates are padded by a mask")
         own = fitting(tokenizer, model.pretrained_model)
+        given = getattr(ref_model, "pretrained_model", ref_model)
+        same = equal(given, model.pretrained_model)
         self.trainer = Trainer(model.pretrained_model, [], PPOConfig.from_dict(settings), processing_class=own)
         self.current_device, self.optimizer = self.trainer.processes.device, self.trainer.learner.optimizer
-        self.take_reference(model.pretrained_model, getattr(ref_model, "pretrained_model", ref_model))
+        self.take_reference(given, same)
         self.dataset, self.dataloader = dataset, None
         if dataset is not None:
             options = {"collate_fn": data_collator, "shuffle": True, "drop_last": True}
@@ -316,6 +319,11 @@ class SteppingTrainer(PPOTrainer):
     def close(self) -> Any:
         """End the run: the policy and the records are then in the run's folder; a script's end does it too."""
         return self.trainer.close()
+
+
+def equal(given: Any, model: nn.Module) -> bool:
+    """True if a reference model is not given, or has the model's weights."""
+    return given is None or weights_digest(given) == weights_digest(model)
 
 
 def fitting(tokenizer: Any, model: Any) -> Any:

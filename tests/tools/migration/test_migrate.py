@@ -168,6 +168,13 @@ def test_a_script_of_python_is_read_and_not_run(tmp_path, capsys):
     assert config.reward[0].function == "REWARD.py:reward", "which no run takes: the default is another reward"
 
 
+def test_a_value_model_of_a_script_is_the_critic(tmp_path, capsys):
+    load = "AutoModelForSequenceClassification.from_pretrained"
+    text = f'reward_model = {load}("org/reward")\nvalue_model = {load}("org/policy", num_labels=1)\n'
+    config, _, _ = run(tmp_path, "trl.py", text + "PPOConfig(kl_coef=0.05, response_length=53)", capsys)
+    assert (config.reward[0].reward_model, config.critic.name) == ("org/reward", "org/policy")
+
+
 def test_variables_of_a_shell_are_kept_and_named_if_the_script_does_not_set_them(tmp_path, capsys):
     config, text, told = run(tmp_path, "verl.sh", VERL, capsys)
     assert config.prompts.dataset == "~/data/train.parquet", "which is $HOME everywhere here"

@@ -179,6 +179,7 @@ TRL = Project(
         "advantage.gamma": "gamma",
         "advantage.lam": "lam",
         "critic.kind, critic.name": "value_model",
+        "critic.name": "value_model_path",
         "PPOTrainer(args)": "config",
         "PPOTrainer(processing_class)": "tokenizer",
         "none (computed there; the launcher's number of processes)": "world_size",
@@ -195,7 +196,7 @@ TRL = Project(
     values={
         "model.name": ("sft_model_path model_name_or_path", first),
         "reward": ("reward_model_path reward_model", first),
-        "critic.name": ("reward_model_path reward_model", first),
+        "critic.name": ("value_model_path reward_model_path reward_model", first),
         "rollout.batch_size": (f"batch_size {BATCH}", lambda whole, *parts: whole or product(*parts)),
         "ppo.minibatches": (
             "num_mini_batches steps_per_generation per_device_train_batch_size gradient_accumulation_steps",

@@ -329,7 +329,8 @@ def build_trunk(
         with naming(key):
             loaded = None if own is None else load_saved_trunk(own, lm, model, sharding)
             trunk = loaded or load_trunk(name, saved, model, sharding)
-            check_tokens(f"{key} is {name!r}", str(own or name), trunk, model, tokenizer)
+            check_vocabulary(str(own or name), trunk, tokenizer)
+            check_tokenizer(f"{key} is {name!r}", str(own or name), model, tokenizer)
     count = trunk.config.get_text_config().num_hidden_layers
     if own is not None and args.layers not in (None, count):
         raise ConfigError(
@@ -340,11 +341,8 @@ def build_trunk(
     return trunk
 
 
-def check_tokens(
-    what: str, place: str, trunk: PreTrainedModel, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise `ConfigError` unless the trunk in a folder has the policy's vocabulary; `what` is the setting."""
-    check_vocabulary(place, trunk, tokenizer)
+def check_tokenizer(what: str, place: str, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` unless the tokenizer in a critic's folder, if it has one, is the policy's."""
     # A critic's folder may lack a tokenizer, from which some classes would make an empty one.
     files = ("tokenizer.json", "tokenizer_config.json")
     if any(cached_file(resolve(place), file, _raise_exceptions_for_missing_entries=False) for file in files):

@@ -195,7 +195,10 @@ def python_source(text: str, file: Path) -> Source | None:
         return next((source for source in found if source), None)
     source = Source(None, {})
     for name, node in calls:
-        for argument, value in call_arguments(name, node, node in configs[:1]).items():
+        values = call_arguments(name, node, node in configs[:1])
+        if values and node is constants.get("value_model"):  # of the reward model's class, and often of another folder
+            values = {"value_model_path": node.args[0]}
+        for argument, value in values.items():
             try:
                 source.given.setdefault(argument, ast.literal_eval(constants.get(getattr(value, "id", ""), value)))
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
