@@ -98,6 +98,12 @@ def share(run: Run, what: str) -> float:
     return (objective - run["reference"][0]) / (run["best"][0] - run["reference"][0])
 
 
+def until_share(run: Run, what: str) -> float:
+    """Iteration after which the share of the attainable first reached a height, such as `0.8`; NaN if it never did."""
+    found = (number for number in range(3, len(run["reward"]) + 1) if share(run, str(number)) >= float(what))
+    return float(next(found, math.nan))
+
+
 def by_world(worlds: Mapping[str, Any]) -> Study:
     """Each world's variants as one study, each run with the best objective of its world and the reference's."""
     return {
@@ -878,6 +884,7 @@ def tables(found: Studies) -> dict[str, str]:
     job = {"default": found["worlds"]["builtin"]["default"], **compared, **found["beside-trl"]}
     job = {variant: {seed: run | limit for seed, run in runs.items()} for variant, runs in job.items()}
     shares = {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")} | {
+        "iterations to a share of 0.8": (until_share, "0.8"),
         "iterations to a reward of 0.9": (reached, "0.9")
     }
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
