@@ -348,7 +348,10 @@ class RewardOfIds:
     def __init__(self, model: Any, tokenizer: Any):
         """`ConfigError` for a model without a score head."""
         if not hasattr(model, "score"):
-            raise ConfigError(f"reward_model is a {type(model).__name__} without a score head; give it as a function")
+            raise ConfigError(
+                f"reward_model is a {type(model).__name__}, which has no score head over the policy's tokens; for a "
+                "classifier give tokencredit.ClassifierTerm(classifier=FOLDER, label=LABEL), or a function"
+            )
         self.model, self.pad = model.eval(), tokenizer.pad_token_id
 
     @torch.no_grad()
