@@ -885,7 +885,7 @@ def tables(found: Studies) -> dict[str, str]:
     job = {variant: {seed: run | limit for seed, run in runs.items()} for variant, runs in job.items()}
     shares = {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")} | {
         "iterations to a share of 0.8": (until_share, "0.8"),
-        "iterations to a reward of 0.9": (reached, "0.9")
+        "iterations to a reward of 0.9": (reached, "0.9"),
     }
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
     solved = {

@@ -260,7 +260,7 @@ def test_what_would_train_something_else_is_refused(here, tokenizer):
         training(tokenizer, None, args=PPOConfig(output_dir="out", lr_scheduler_type="polynomial"))
     with pytest.raises(ConfigError, match="optimizers would train otherwise"):
         training(tokenizer, here / "out", optimizers=(torch.optim.SGD([torch.zeros(1)], lr=1), None))
-    with pytest.raises(ConfigError, match="Identity, which has no score head .*ClassifierTerm"):
+    with pytest.raises(ConfigError, match=r"Identity, which has no score head .*ClassifierTerm"):
         training(tokenizer, here / "out", reward_model=torch.nn.Identity())
     with pytest.raises(TypeError, match="unexpected keyword argument 'rewards'"):
         training(tokenizer, here / "out", rewards=1)
