@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,10 @@ def credit_verdict(audit: Mapping[str, Any]) -> str:
     correlates = f"advantages ({credit['shown']}) correlate {value} with the true ones ({within}{measured(audit)})"
     noise = credit["noise"]["value"]
     if noise is not None and noise > NOISY:
-        return f"This audit is {too_noisy(noise)}; {correlates}. Audit with more --continuations."
+        # Noise falls as one over the continuations; 0.4 of the variance leaves room for the error of its estimate.
+        enough = math.ceil(audit["continuations"] * noise / (1 - noise) * 0.6 / 0.4) if noise < 1 else 0
+        count = f"about {enough}" if enough else "many more"
+        return f"This audit is {too_noisy(noise)}; {correlates}. Audit with {count} --continuations."
     if audited_rows(audit["settings"]) < MIN_ROWS:
         return (
             f"This audit is too small to say how much of this run's credit is real: intervals need at least {MIN_ROWS} "
