@@ -62,7 +62,7 @@ def test_an_audit_that_is_mostly_noise_gives_no_verdict(run):
         "This audit is too noisy to say how much of this run's credit is real: 71 % of the variance of its true "
         "advantages is sampling noise; advantages (gae, λ = 0.95) correlate -0.33"
     )
-    assert sentence.endswith("8 continuations per state). Audit with about 29 --continuations.")  # 8 · 0.7/0.3 · 0.6/0.4
+    assert sentence.endswith("8 continuations per state). Audit with about 29 --continuations.")
     assert correlated(run, 0.3, noise={"value": 1.2}).endswith("Audit with many more --continuations.")
 
 
