@@ -15,6 +15,7 @@ from transformers import (
 
 from helpers.files import read_metrics
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.settings.training import AuditConfig
 from tokencredit.text.models.model_loading import resolve
 from tokencredit.trl import (
     AutoModelForCausalLMWithValueHead,
@@ -177,6 +178,7 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     assert first["truncated"] > 0
     assert first["objective/scores"] == pytest.approx(first["reward"] - 1.5 * first["truncated"])
     assert len(read_metrics(here / "out")) == 2
+    assert trainer.audit(AuditConfig(completions=2, states=1, continuations=2))["credit"]["tokens"] > 0
     trainer.save_model(str(here / "out"))
     AutoModelForCausalLM.from_pretrained(here / "out")
     trainer.generate_completions()

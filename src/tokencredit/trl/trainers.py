@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedToken
 from tokencredit.errors import ConfigError
 from tokencredit.runs.summary import OPEN_END
 from tokencredit.settings.text import PPOConfig
+from tokencredit.settings.training import AuditConfig
 from tokencredit.text.data.hub import upload
 from tokencredit.text.models.critic import critic_folder
 from tokencredit.text.models.model_loading import weights_digest
@@ -70,6 +71,10 @@ class PPOTrainer:
         self.save_pretrained(run / "policy")
         if self.trainer.processes.main:
             upload(run / "policy", repo_id or getattr(self.args, "hub_model_id", None) or run.name)
+
+    def audit(self, settings: AuditConfig | None = None) -> dict[str, Any]:
+        """`tokencredit.PPOTrainer.audit`, to which a run's last lines lead."""
+        return self.trainer.audit(settings)
 
     def say(self, lines: Sequence[str]) -> None:
         """Say once what is not honoured."""
