@@ -1,6 +1,6 @@
 # For CPUs:  docker build -t tokencredit .
 # For GPUs:  docker build -t tokencredit --build-arg BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime .
-# Train:     docker run --rm -v "$PWD/runs:/work/runs" tokencredit train --run.dir runs/first     (GPUs: --gpus all)
+# Train:     docker run --rm -v "$PWD/runs:/train/runs" tokencredit train --run.dir runs/first     (GPUs: --gpus all)
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 
@@ -15,8 +15,8 @@ COPY src src
 RUN python -m pip install --extra-index-url "${TORCH_INDEX}" --constraint constraints.txt ".[${EXTRAS}]"
 
 # Not as root: a run may execute reward functions and environments of its user.
-RUN useradd --create-home tokencredit && install -d -o tokencredit /work /work/runs
+RUN useradd --create-home tokencredit && install -d -o tokencredit /train /train/runs
 USER tokencredit
-WORKDIR /work
+WORKDIR /train
 ENTRYPOINT ["tokencredit"]
 CMD ["--help"]

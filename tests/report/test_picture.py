@@ -92,7 +92,7 @@ def test_lines_break_at_spaces_and_cjk_characters_and_in_words_that_are_wide():
 def test_characters_of_no_font_are_named(monkeypatch):
     monkeypatch.setattr(fontManager, "ttflist", [font for font in fontManager.ttflist if font.name == FONT])
     sample = {"about": "$x_1$ 你", "prompt": "Наука ", "parts": [{"role": "", "tokens": []}]}
-    assert draw(sample, "1", "svg")[1] == "你"
+    assert draw(sample, "1", "svg", 6.5)[1] == "你"
 
 
 def test_a_long_picture_has_fewer_dots(monkeypatch):

@@ -183,6 +183,10 @@ def test_a_term_of_weight_0_is_watched_alone(name):
     assert name not in names(sick(name), watched)
 
 
+def test_terms_of_python_have_weights_that_the_configuration_lacks():
+    assert "dominant_term" not in names(sick("dominant_term"), CONFIG | {"reward": CONFIG["reward"][:1]})
+
+
 def test_a_result_without_findings_says_how_little_was_checked():
     """Fewer than half of the illnesses can be named in nine iterations."""
     named = {name for name in DISEASES if name in names(sick(name)[:9])}

@@ -56,7 +56,6 @@ class Sample(dict[str, Any]):
         others = [x for x in self.run.samples if x["iteration"] == self["iteration"] and x != self]
         shown = views(self.run, [self, *others])
         largest, missing = reach(shown), ""
-        missing = ""
         for file in map(Path, files):
             if file.suffix not in (".svg", ".png"):
                 raise ConfigError(f"the picture is {str(file)!r}; it must end in .svg or .png")

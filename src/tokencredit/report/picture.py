@@ -18,8 +18,6 @@ from matplotlib.textpath import text_to_path
 from tokencredit.report.templating import SHADES, opacity
 from tokencredit.runs.transcript import SIGN
 
-INCHES = 6.5
-"""Default width: the text of a paper's page."""
 DOTS, MAX_DOTS = 300, 2**14
 """Dots per inch of a PNG, and most dots of its height: a longer one is coarser."""
 SIZE, SMALL, LINE, MARGIN = 10.0, 8.0, 1.9, 10.0
@@ -46,7 +44,7 @@ class Piece(NamedTuple):
     share: float = 0.0
 
 
-def draw(sample: Mapping[str, Any], scale: str, ending: str, inches: float = INCHES) -> tuple[bytes, str]:
+def draw(sample: Mapping[str, Any], scale: str, ending: str, inches: float) -> tuple[bytes, str]:
     """A picture, and the characters that no installed font has, which are boxes in it.
 
     Args:

@@ -318,6 +318,8 @@ def test_a_run_that_lacks_the_metric_is_named():
     noisy = made(columns={"audit/noise": [None, 0.7]})
     with pytest.raises(ConfigError, match=r"no audit/correlation in 'runs/a': noise may explain such an audit"):
         choose_metric([noisy], "audit/correlation")
+    with pytest.raises(ConfigError, match=r"for the metric audit/nose in 'runs/a'; did you mean audit/noise"):
+        choose_metric([noisy], "audit/nose")
 
 
 def test_runs_are_called_by_what_tells_them_apart():

@@ -202,7 +202,7 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     lacking = [repr(str(run.path)) for run, known in zip(runs, found, strict=True) if wanted not in known]
     if not lacking:
         return wanted
-    if wanted.startswith("audit/") and any("audit/noise" in known and wanted not in known for known in found):
+    if wanted in NOISY and any("audit/noise" in known and wanted not in known for known in found):
         raise ConfigError(
             f"no {wanted} in {', '.join(lacking)}: noise may explain such an audit; audit with more --continuations"
         )
@@ -231,6 +231,10 @@ def estimate(samples: np.ndarray) -> Estimate:
     if len(samples) < FEWEST or not samples.shape[1]:
         return Estimate(samples.mean(axis=0))
     return Estimate(interquartile_mean(samples), *bootstrap(interquartile_mean, samples, axis=0))
+
+
+NOISY = ("audit/correlation", "audit/correlation_low", "audit/correlation_high", "audit/trust", "audit/advantage_error")
+"""Metrics that an audit lacks where noise may explain it."""
 
 
 def scipy_stats() -> Any:

@@ -14,21 +14,22 @@ ALWAYS = 0.9
 """Share of tool calls, or of turns with calls, from which a problem is the rule."""
 
 
-def _paid(run: Evidence) -> dict[str, float]:
-    """The metric and the size of the weight of each reward term but those of weight 0, which are only watched."""
+def _weights(run: Evidence) -> dict[str, float]:
+    """The size of each reward term's weight by its metric; empty if the configuration lacks some, such as Python's."""
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
-    weights = [abs(term.get("weight", 1.0)) for term in run.setting("reward") or []]
-    # An environment's own term comes before the others, of which the configuration may have some.
-    weights = [1.0] * (len(names) - len(weights)) + weights
-    return {name: weight for name, weight in zip(names, weights, strict=False) if weight}
+    terms = run.setting("reward") or []
+    weights = {name: abs(term.get("weight", 1.0)) for name, term in zip(names, terms, strict=False)}
+    return weights if len(names) == len(terms) else {}
 
 
 def constant_term(run: Evidence) -> Finding | None:
     """A reward term has been the same for all completions since the start."""
-    names = [*_paid(run)]
-    flat = [name for name in names if max(run.values(name, slice(None)), default=1.0) < 1e-8]
+    names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
+    watched = {name for name, weight in _weights(run).items() if weight == 0}  # not paid
+    flat = [x for x in names if x not in watched and max(run.values(x, slice(None)), default=1.0) < 1e-8]
     if len(run) < REPEATED or not flat:
         return None
+    # An environment's own term comes before the others, of which the configuration may have some.
     played = run.episodic() and flat[0] == names[0]
     own = played and len(names) > len(run.setting("reward") or [])
     name = flat[0].removeprefix("reward_std/")
@@ -52,10 +53,9 @@ def constant_term(run: Evidence) -> Finding | None:
 
 def dominant_term(run: Evidence) -> Finding | None:
     """One of several reward terms decides alone."""
-    paid = _paid(run)
-    if len(run) < WINDOW or len(paid) < 2:
+    shares = {name: weight * run.last(name) for name, weight in _weights(run).items() if weight}
+    if len(run) < WINDOW or len(shares) < 2:
         return None
-    shares = {name: weight * run.last(name) for name, weight in paid.items()}
     largest = max(shares, key=lambda name: shares[name])
     if not shares[largest] > 0.9 * sum(shares.values()):
         return None
