@@ -326,6 +326,14 @@ WITHOUT_CRITIC = ("grpo", "rloo", "dr-grpo", "reinforce++")
 LADDER = ("ppo", "value-pretraining", "decoupled", "length-adaptive", "clip-higher", "token-loss", "positive-nll")
 LADDER += ("groups",)
 """Rungs of the study `reasoning-ladder`."""
+SAO = {
+    "dis": "masking by double-sided importance sampling solves more than PPO's clip",
+    "faster-critic": "two updates of the critic per update of the policy solve more than one",
+    "frozen-attention": "a critic whose attention is frozen solves more",
+    "value-pretraining": "a pretrained critic solves more",
+    "length-adaptive": "a λ that adapts to the length solves more, with the critic's at 1",
+}
+"""Rungs of the study `sao` above `single`, and the claim that each makes."""
 MAIN_VARIANTS = ("learned critic", "true-credit", "group_relative", "leave_one_out")
 COLOURS = ("#999999", "#0072B2", "#D55E00", "#009E73")
 
@@ -774,6 +782,26 @@ CLAIMS = (
         end,
         [("groups", "ppo", "eval/reward")],
     ),
+    Claim(
+        "16a",
+        "with samples of old policies, single rollouts with a critic solve more than groups",
+        "sao",
+        "solved greedily at the end",
+        end,
+        [("single", "grpo", "eval/reward")],
+    ),
+    *(
+        Claim(f"16{letter}", SAO[rung], "sao", "solved greedily at the end", end, [(rung, below, "eval/reward")])
+        for letter, (below, rung) in zip("bcdef", pairwise(["single", *SAO]), strict=True)
+    ),
+    Claim(
+        "16g",
+        "SAO's changes together solve more than GRPO, with its masking or without",
+        "sao",
+        "solved greedily at the end",
+        end,
+        [("length-adaptive", other, "eval/reward") for other in ("grpo", "grpo,dis")],
+    ),
 )
 """Claims whose verdict follows from `verdict`."""
 
@@ -805,11 +833,11 @@ NOT_RUN = "No runs of this study are kept yet."
 def table_if_run(
     found: Studies, name: str, columns: Columns, pairs: Sequence[tuple[str, str]], base: str = "base"
 ) -> str:
-    """The table of a study beside its base, with those pairs that were run; `NOT_RUN` without kept metrics."""
+    """The table of a study beside its base, if that was run, with those pairs that were; `NOT_RUN` without metrics."""
     if name not in found:
         return NOT_RUN
     study = found[name]
-    return table(study, columns, base=base, pairs=there(study, pairs))
+    return table(study, columns, base=base if base in study else None, pairs=there(study, pairs))
 
 
 def there(study: Study, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -996,6 +1024,14 @@ def tables(found: Studies) -> dict[str, str]:
         ),
         "reasoning-ladder": table_if_run(
             found, "reasoning-ladder", verified, [pair[::-1] for pair in pairwise(LADDER)], base="ppo"
+        ),
+        "sao": table_if_run(
+            found,
+            "sao",
+            verified
+            | {"age of a token, updates": (end, "age_mean"), "clipped or masked tokens": (whole, "clip_fraction")},
+            [("grpo,dis", "grpo"), *(pair[::-1] for pair in pairwise(["single", *SAO]))],
+            base="grpo",
         ),
         "planted": length_table(found["planted-credit"], first, "shown", exact="exact answer"),
         "planted-squared": length_table(found["planted-credit"], first, "shown_squared"),

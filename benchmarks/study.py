@@ -34,7 +34,7 @@ PLANTED = RECIPES / "planted-credit" / "world.py"
 """Program that builds the policies of `PLANTED_STUDIES` and measures their credit."""
 PLANTED_STUDIES = ("planted-credit", "planted-kinds")
 REASONING = RECIPES / "reasoning" / "sums.py"
-BUILDERS = dict.fromkeys(PLANTED_STUDIES, PLANTED) | {"reasoning": REASONING, "reasoning-ladder": REASONING}
+BUILDERS = dict.fromkeys(PLANTED_STUDIES, PLANTED) | dict.fromkeys(("reasoning", "reasoning-ladder", "sao"), REASONING)
 """Programs that build the policies of studies, if they are not there."""
 PLANTED_KEPT = ("reward", "explained_variance")
 SIZES = ("tiny", "small", "large")
@@ -58,6 +58,7 @@ STUDIES = {
     "ages-large-steps": "ages/large-steps.yaml",
     "reasoning": "reasoning/sweep.yaml",
     "reasoning-ladder": "reasoning/ladder.yaml",
+    "sao": "sao/sweep.yaml",
 }
 KEPT = ("reward", "reward_std", "kl", "kl_coef", "entropy", "ref_logprob", "length", "truncated", "distinct")
 KEPT += ("distinct_2", "repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")

@@ -59,6 +59,17 @@ def test_a_claim_has_a_verdict_once_its_runs_are_kept(findings):
     assert "positive less base: +0.3" in findings.claim_table(found)
 
 
+def test_rungs_have_verdicts_as_far_as_they_were_run(findings):
+    def runs(solved):
+        return {str(seed): {"eval/reward": [None, solved + seed / 1000], "age_mean": [0.0, 4.0]} for seed in range(3)}
+
+    found = {"sao": {"single": runs(0.8), "dis": runs(0.9), "faster-critic": runs(0.7)}}
+    assert findings.verdicts(found) == {"16b": "**holds here**", "16c": "**does not hold here**"}
+    columns = {"solved": (findings.end, "eval/reward")}
+    table = findings.table_if_run(found, "sao", columns, [("dis", "single"), ("single", "grpo")], base="grpo")
+    assert table.splitlines()[-1].startswith("| dis less single | | +0.1 [")
+
+
 def test_steadiness_looks_at_changes_in_the_second_half(findings):
     assert findings.unsteadiness({"x": [9.0, 1.0, 1.0, 2.0, 1.0, 2.0]}, "x") == pytest.approx(1.0)
 
