@@ -796,11 +796,11 @@ CLAIMS = (
     ),
     Claim(
         "16g",
-        "SAO's changes together solve more than GRPO, with its masking or without",
+        "SAO's changes together solve more than GRPO",
         "sao",
         "solved greedily at the end",
         end,
-        [("length-adaptive", other, "eval/reward") for other in ("grpo", "grpo,dis")],
+        [("length-adaptive", "grpo", "eval/reward")],
     ),
 )
 """Claims whose verdict follows from `verdict`."""
@@ -1030,7 +1030,7 @@ def tables(found: Studies) -> dict[str, str]:
             "sao",
             verified
             | {"age of a token, updates": (end, "age_mean"), "clipped or masked tokens": (whole, "clip_fraction")},
-            [("grpo,dis", "grpo"), *(pair[::-1] for pair in pairwise(["single", *SAO]))],
+            [pair[::-1] for pair in pairwise(["single", *SAO])],
             base="grpo",
         ),
         "planted": length_table(found["planted-credit"], first, "shown", exact="exact answer"),
