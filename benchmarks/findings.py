@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +36,12 @@ LAST = 10
 Run = Mapping[str, list[float | None]]
 Study = Mapping[str, Mapping[str, Run]]
 """Variants, seeds, metrics."""
-Columns = Mapping[str, tuple[Callable[[Run, str], float], str]]
+Measure = Callable[[Run, str], float]
+"""A figure of a run, from one of its metrics."""
+Columns = Mapping[str, tuple[Measure, str]]
 """A table column: title, measure of a run, and the metric that it measures."""
+Comparison = tuple[str, str, str]
+"""First variant, second variant, metric."""
 
 
 def read(study: str) -> Study:
@@ -206,7 +210,7 @@ def unsteadiness(run: Run, metric: str) -> float:
     return float(np.nanstd(np.diff(values[len(values) // 2 :])))
 
 
-def figures(study: Study, variant: str, measure: Callable[[Run, str], float], metric: str) -> list[float]:
+def figures(study: Study, variant: str, measure: Measure, metric: str) -> list[float]:
     """A measure of each run of a variant, where defined."""
     values = [measure(run, metric) for run in study[variant].values()]
     return [value for value in values if math.isfinite(value)]
@@ -250,7 +254,7 @@ def row(study: Study, variant: str, base: str | None, columns: Columns) -> str:
     return f"| {variant} | {len(study[variant])} | " + " | ".join(cells) + " |"
 
 
-def less(study: Study, variant: str, other: str, measure: Callable[[Run, str], float], metric: str) -> str:
+def less(study: Study, variant: str, other: str, measure: Measure, metric: str) -> str:
     """Difference of a figure between two variants, with its interval; * marks intervals that exclude 0."""
     delta, low, high = difference(figures(study, variant, measure, metric), figures(study, other, measure, metric))
     if not math.isfinite(delta):
@@ -405,7 +409,7 @@ def exact_shares(study: Study) -> dict[int, list[float]]:
     return {length: [average(shares) for shares in seeds.values()] for length, seeds in found.items()}
 
 
-def length_table(study: Study, measure: Callable[[Run, str], float], metric: str, exact: str | None = None) -> str:
+def length_table(study: Study, measure: Measure, metric: str, exact: str | None = None) -> str:
     """A measure of each method, a column per length of the texts; `exact` is the title of a first row, of the truth."""
     methods, truth = read_by_length(study), exact_shares(study)
     rows = {exact: truth} if exact else {}
@@ -504,20 +508,29 @@ def verdict(differences: Sequence[tuple[float, float, float]]) -> str:
 
 
 def judged(
-    study: Study, measure: Callable[[Run, str], float], metric: str, pairs: Sequence[tuple[str, str]]
-) -> tuple[str, str]:
-    """The verdict on the claim that the first variant of each pair is above the second, and the differences."""
-    there = [pair for pair in pairs if set(pair) <= set(study)]
-    sides = [[figures(study, variant, measure, metric) for variant in pair] for pair in there]
-    shown = [f"{one} less {other}: {less(study, one, other, measure, metric)}" for one, other in there]
-    return verdict([difference(*pair) for pair in sides]), "; ".join(shown)
+    study: Study, measure: Measure, comparisons: Sequence[Comparison]
+) -> tuple[str, dict[str, tuple[float, float, float]]]:
+    """The verdict on a claim, that the figure of each first variant is larger than that of the second.
+
+    With the differences of variants that were run, by a text of each.
+    """
+    shown = {}
+    for one, other, metric in comparisons:
+        if one in study and other in study:
+            sides = [figures(study, variant, measure, metric) for variant in (one, other)]
+            shown[f"{one} less {other}: {less(study, one, other, measure, metric)}"] = difference(*sides)
+    return verdict([*shown.values()]), shown
 
 
-LAMBDA_CLAIMS: Mapping[str, tuple[Callable[[Run, str], float], str, Sequence[tuple[str, str]]]] = {
-    "λ = 0.95 ends above 0 and 1": (end, "train/average_return", [("0.95", "0"), ("0.95", "1")]),
-    "0 starts fastest": (early, "train/average_return", [("0", "0.95"), ("0", "1")]),
-    "1 is least steady": (unsteadiness, "train/average_return", [("1", "0"), ("1", "0.95")]),
-    "the advantages' deviation grows with λ": (whole, "advantage_std", [("0.95", "0"), ("1", "0.95")]),
+RETURN = "train/average_return"
+LAMBDA_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
+    "λ = 0.95 ends above 0 and 1": (end, [("0.95", "0", RETURN), ("0.95", "1", RETURN)]),
+    "0 starts fastest": (early, [("0", "0.95", RETURN), ("0", "1", RETURN)]),
+    "1 is least steady": (unsteadiness, [("1", "0", RETURN), ("1", "0.95", RETURN)]),
+    "the advantages' deviation grows with λ": (
+        whole,
+        [("0.95", "0", "advantage_std"), ("1", "0.95", "advantage_std")],
+    ),
 }
 """Claims on λ: what is measured, and pairs of λ of which the first is above the second if the claim holds."""
 
@@ -536,9 +549,9 @@ def lambda_table(studies: Studies) -> str:
     """A line per claim on λ: its verdict and differences in each environment."""
     places = by_lambda(studies)
     lines = ["| claim | " + " | ".join(places) + " |", "|" + "---|" * (len(places) + 1)]
-    for claim, (measure, metric, pairs) in LAMBDA_CLAIMS.items():
-        cells = [": ".join(judged(study, measure, metric, pairs)) for study in places.values()]
-        lines.append(f"| {claim} | " + " | ".join(cells) + " |")
+    for text, claim in LAMBDA_CLAIMS.items():
+        cells = [f"{words}: {'; '.join(shown)}" for words, shown in (judged(x, *claim) for x in places.values())]
+        lines.append(f"| {text} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -579,12 +592,12 @@ def trained_critics(text: Study) -> bool:
 
 def uniform_verdict(text: Study, cartpole: Study) -> str:
     """The verdict on credit by token against one credit per text, or on CartPole per episode."""
-    words, differences = judged(text, whole, "reward", [("estimator=gae", "estimator=uniform")])
+    words, texts = judged(text, whole, [("estimator=gae", "estimator=uniform", "reward")])
     note = ", compared with `uniform` runs that [trained a critic too](#7a-every-estimator)" * trained_critics(text)
-    games, steps = judged(cartpole, whole, "train/average_return", [("estimator=gae", "estimator=total_return")])
+    games, episodes = judged(cartpole, whole, [("estimator=gae", "estimator=total_return", RETURN)])
     return (
-        f"on texts of at most 24 tokens: {words}, {differences} of mean reward{note}. On CartPole, beside one credit "
-        f"for all steps of an episode: {games}, {steps} of mean return"
+        f"on texts of at most 24 tokens: {words}, {'; '.join(texts)} of mean reward{note}. On CartPole, beside one "
+        f"credit for all steps of an episode: {games}, {'; '.join(episodes)} of mean return"
     ).replace("estimator=", "")
 
 
@@ -607,9 +620,9 @@ def map_control(study: Study) -> str:
     """How much of the critic's lead is that it sees more maps."""
     if CONTROL_BY_MAP not in study:
         return f"The control with a critic and eight episodes per map, `{CONTROL_BY_MAP}`, has no kept runs yet."
-    pairs = [(CONTROL_BY_MAP, other) for other in ("group-relative", "leave-one-out")]
-    claim, differences = judged(study, whole, "reward", pairs)
-    return f"With eight episodes per map a critic is ahead of both too: {claim}, {differences}."
+    others = ("group-relative", "leave-one-out")
+    words, shown = judged(study, whole, [(CONTROL_BY_MAP, other, "reward") for other in others])
+    return f"With eight episodes per map a critic is ahead of both too: {words}, {'; '.join(shown)}."
 
 
 def studies() -> Studies:
@@ -618,27 +631,21 @@ def studies() -> Studies:
 
 
 class Claim(NamedTuple):
-    """A claim as comparisons within a study: the figure of each first variant is larger than that of the second."""
+    """A claim on a study, for `judged`."""
 
     number: str
     text: str
     study: str
     figure: str
-    measure: Callable[[Run, str], float]
-    comparisons: Sequence[tuple[str, str, str]]
-    """First variant, second variant, metric."""
-
-    def differences(self, study: Study) -> dict[tuple[str, str, str], tuple[float, float, float]]:
-        """The comparisons whose variants were run, each with its difference and interval."""
-        return {
-            (one, other, metric): difference(
-                figures(study, one, self.measure, metric), figures(study, other, self.measure, metric)
-            )
-            for one, other, metric in self.comparisons
-            if one in study and other in study
-        }
+    measure: Measure
+    comparisons: Sequence[Comparison]
 
 
+MEAN_REWARD = ("reward, mean of all iterations", whole)
+VALUE_LOSS = ("value loss, mean of all iterations", whole)
+GAINED = ("share of the way to 1, mean of all iterations", gained)
+SOLVED = ("solved greedily at the end", end)
+"""Figures of several claims, with their measures."""
 SINGLE = ("base", "prefix", "temperature-2", "clip-0.3", "clip-0.1", "kl-0.5", "kl-0.75", "kl-0.8", "kl-1.0", "gae")
 SINGLE += ("kl-adaptive", "entropy-0.02", "max_grad_norm-0.5", "lr-8e-6", "orthogonal-head", "keep-mean")
 """Variants of the study `negative-sentiment` with one change, or none."""
@@ -647,18 +654,10 @@ CLAIMS = (
         "1",
         "a lower coefficient with more entropy learns faster than any single change",
         "negative-sentiment",
-        "reward, mean of all iterations",
-        whole,
+        *MEAN_REWARD,
         [("kl_ent", other, "reward") for other in SINGLE],
     ),
-    Claim(
-        "2a",
-        'removing "really" hinders',
-        "at-kl-0.5",
-        "reward, mean of all iterations",
-        whole,
-        [("base", "prefix", "reward")],
-    ),
+    Claim("2a", 'removing "really" hinders', "at-kl-0.5", *MEAN_REWARD, [("base", "prefix", "reward")]),
     Claim(
         "2b",
         "temperature 2.0 ruins coherence",
@@ -671,8 +670,7 @@ CLAIMS = (
         "2c",
         "clip 0.3 speeds up, 0.1 slows down",
         "at-kl-0.5",
-        "reward, mean of all iterations",
-        whole,
+        *MEAN_REWARD,
         [("clip-0.3", "base", "reward"), ("base", "clip-0.1", "reward")],
     ),
     Claim(
@@ -687,16 +685,14 @@ CLAIMS = (
         "4a",
         "an orthogonal head settles sooner than zeros",
         "at-kl-0.5",
-        "value loss, mean of all iterations",
-        whole,
+        *VALUE_LOSS,
         [("base", "orthogonal-head", "value_loss")],
     ),
     Claim(
         "4a'",
         "an orthogonal head settles sooner than PyTorch's default",
         "write-up",
-        "value loss, mean of all iterations",
-        whole,
+        *VALUE_LOSS,
         [("base", "orthogonal-head", "value_loss")],
     ),
     Claim(
@@ -707,20 +703,12 @@ CLAIMS = (
         end,
         [("keep-mean", "base", "value")],
     ),
-    Claim(
-        "13a",
-        "positive is learned sooner than negative",
-        "claims",
-        "share of the way to 1, mean of all iterations",
-        gained,
-        [("positive", "base", "reward")],
-    ),
+    Claim("13a", "positive is learned sooner than negative", "claims", *GAINED, [("positive", "base", "reward")]),
     Claim(
         "13b",
         "several objectives at once do not learn: each gains less than alone",
         "claims",
-        "share of the way to 1, mean of all iterations",
-        gained,
+        *GAINED,
         [("base", "both", "reward/NEGATIVE"), ("story", "both", "reward/story")],
     ),
     Claim(
@@ -731,44 +719,33 @@ CLAIMS = (
         end,
         [("base", "temperature-0.5", "distinct_2")],
     ),
-    Claim(
-        "13d",
-        "value clipping helps",
-        "claims",
-        "reward, mean of all iterations",
-        whole,
-        [("base", "no-value-clip", "reward")],
-    ),
+    Claim("13d", "value clipping helps", "claims", *MEAN_REWARD, [("base", "no-value-clip", "reward")]),
     Claim(
         "13e",
         "clipping gradients by L∞ learns faster than by L2",
         "claims",
-        "reward, mean of all iterations",
-        whole,
+        *MEAN_REWARD,
         [("max-norm", "l2-norm", "reward")],
     ),
     Claim(
         "15a",
         "with a verifier, PPO with its default critic solves more than each estimator without one",
         "reasoning",
-        "solved greedily at the end",
-        end,
+        *SOLVED,
         [("ppo", other, "eval/reward") for other in WITHOUT_CRITIC],
     ),
     Claim(
         "15b",
         "the same of PPO with a critic of its own",
         "reasoning",
-        "solved greedily at the end",
-        end,
+        *SOLVED,
         [("ppo-separate", other, "eval/reward") for other in WITHOUT_CRITIC],
     ),
     Claim(
         "15c",
         "the same of PPO with a critic of its own and one completion per problem",
         "reasoning",
-        "solved greedily at the end",
-        end,
+        *SOLVED,
         [
             ("ppo-separate,per_prompt=1", other, "eval/reward")
             for other in (*WITHOUT_CRITIC, "reinforce++,per_prompt=1")
@@ -778,52 +755,49 @@ CLAIMS = (
         "15d",
         "VAPO's changes together solve more than its PPO",
         "reasoning-ladder",
-        "solved greedily at the end",
-        end,
+        *SOLVED,
         [("groups", "ppo", "eval/reward")],
     ),
     Claim(
         "16a",
         "with samples of old policies, single rollouts with a critic solve more than groups",
         "sao",
-        "solved greedily at the end",
-        end,
+        *SOLVED,
         [("single", "grpo", "eval/reward")],
     ),
     *(
-        Claim(f"16{letter}", SAO[rung], "sao", "solved greedily at the end", end, [(rung, below, "eval/reward")])
+        Claim(f"16{letter}", SAO[rung], "sao", *SOLVED, [(rung, below, "eval/reward")])
         for letter, (below, rung) in zip("bcdef", pairwise(["single", *SAO]), strict=True)
     ),
     Claim(
         "16g",
-        "SAO's changes together solve more than GRPO, with its masking or without",
+        "SAO's changes together solve more than GRPO",
         "sao",
-        "solved greedily at the end",
-        end,
-        [("length-adaptive", other, "eval/reward") for other in ("grpo", "grpo,dis")],
+        *SOLVED,
+        [("length-adaptive", "grpo", "eval/reward")],
     ),
 )
-"""Claims whose verdict follows from `verdict`."""
+"""Claims whose verdict is that of `judged`."""
+
+
+def judgements(found: Studies) -> Iterator[tuple[Claim, str, str]]:
+    """Each claim whose runs are kept, with its verdict and its least comparison."""
+    for claim in CLAIMS:
+        words, shown = judged(found.get(claim.study, {}), claim.measure, claim.comparisons)
+        if shown:
+            yield claim, words, min(shown, key=lambda text: shown[text][0])
 
 
 def verdicts(found: Studies) -> dict[str, str]:
     """The verdict on each claim whose runs are kept, by its number."""
-    known = {claim.number: claim.differences(found.get(claim.study, {})) for claim in CLAIMS}
-    return {number: verdict([*pairs.values()]) for number, pairs in known.items() if pairs}
+    return {claim.number: words for claim, words, _ in judgements(found)}
 
 
 def claim_table(found: Studies) -> str:
     """The claims whose runs are kept, each with its least comparison and its verdict."""
     lines = ["| | claim | figure | least comparison | verdict |", "|---|---|---|---|---|"]
-    answers = verdicts(found)
-    for claim in CLAIMS:
-        if claim.number not in answers:
-            continue
-        study = found[claim.study]
-        pairs = claim.differences(study)
-        one, other, metric = min(pairs, key=lambda pair: pairs[pair][0])
-        least = f"{one} less {other}: {less(study, one, other, claim.measure, metric)}"
-        lines.append(f"| {claim.number} | {claim.text} | {claim.figure} | {least} | {answers[claim.number]} |")
+    for claim, words, least in judgements(found):
+        lines.append(f"| {claim.number} | {claim.text} | {claim.figure} | {least} | {words} |")
     return "\n".join(lines)
 
 
@@ -872,10 +846,10 @@ def tables(found: Studies) -> dict[str, str]:
         "value at the end": (end, "value"),
     }
     returns = {
-        "return, mean of all iterations": (whole, "train/average_return"),
-        "return at the end": (end, "train/average_return"),
-        "return, mean of the first quarter": (early, "train/average_return"),
-        "unsteadiness of the return": (unsteadiness, "train/average_return"),
+        "return, mean of all iterations": (whole, RETURN),
+        "return at the end": (end, RETURN),
+        "return, mean of the first quarter": (early, RETURN),
+        "unsteadiness of the return": (unsteadiness, RETURN),
         "deviation of the advantages": (whole, "advantage_std"),
     }
     explained = returns | {"explained variance, mean of all iterations": (whole, "explained_variance")}
@@ -1030,7 +1004,7 @@ def tables(found: Studies) -> dict[str, str]:
             "sao",
             verified
             | {"age of a token, updates": (end, "age_mean"), "clipped or masked tokens": (whole, "clip_fraction")},
-            [("grpo,dis", "grpo"), *(pair[::-1] for pair in pairwise(["single", *SAO]))],
+            [pair[::-1] for pair in pairwise(["single", *SAO])],
             base="grpo",
         ),
         "planted": length_table(found["planted-credit"], first, "shown", exact="exact answer"),
@@ -1058,13 +1032,13 @@ def main() -> int:
     draw(found["estimators-text"], "reward", "estimators", "estimator=gae", "reward (grey: mean of gae)")
     draw(
         found["estimators-cartpole"],
-        "train/average_return",
+        RETURN,
         "cartpole",
         "estimator=gae",
         "return of CartPole-v1 (grey: mean of gae)",
     )
-    draw(found["humanoid"], "train/average_return", "humanoid", None, "return of HumanoidStandup-v5")
-    draw(found["pendulum"], "train/average_return", "lambda", None, "return of InvertedPendulum-v5")
+    draw(found["humanoid"], RETURN, "humanoid", None, "return of HumanoidStandup-v5")
+    draw(found["pendulum"], RETURN, "lambda", None, "return of InvertedPendulum-v5")
     draw(found["scaling"], "reward", "scaling", None, "reward of each size")
     draw_planted(found["planted-credit"])
     draw_turns(found["turns"])
