@@ -62,7 +62,7 @@ def ours(config: ControlConfig, folder: Path) -> dict[str, float]:
     """Train a recipe, as the command does."""
     from tokencredit.control.control_trainer import ControlTrainer
 
-    config.run.dir, config.run.trackers = str(folder), []
+    config.run.dir, config.run.trackers, config.audit.at_end = str(folder), [], False
     ControlTrainer(config).train()
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     return {"return": last["train/average_return"], "greedy": last["eval/average_return"]}
