@@ -36,7 +36,9 @@ def run(audited_folder):
 
 
 def test_texts_are_short(run, trainer):
-    assert re.fullmatch(r"<Run .*: reward .* → .*, 3 iterations>", repr(run))
+    assert re.fullmatch(
+        r"<Run .*: reward .* → .* \(.* ± .* at 95 %.*; in the last iteration\), 3 iterations>", repr(run)
+    )
     assert repr(run.samples) == f"<12 completions of {run.path}>"
     assert re.fullmatch(r"<PPOTrainer .*: builtin:reviews, .* parameters, 3 of 3 iterations>", repr(trainer))
 

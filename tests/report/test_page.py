@@ -166,13 +166,15 @@ def test_the_headline_metric_is_drawn_first_and_once():
 def test_the_head_says_what_was_trained_how_well_and_what_to_do():
     reward = [{"classifier": "m", "label": "NEGATIVE"}, {"function": "f.py:f", "name": "short"}]
     metrics = [
-        {"iteration": i, "reward": 0.1 * i, "kl": i - 1.0, "seconds": 1.0, "attainable": 0.2 * i} for i in (1, 2, 3)
+        {"iteration": i, "reward": 0.1 * i, "kl": i - 1.0, "seconds": 1.0, "attainable": 0.2 * i}
+        | {"reward_std": 0.5, "tokens": 170.0, "length": 10.0}
+        for i in (1, 2, 3)
     ]
     run = made(metrics=metrics, reward=reward)
     assert [tuple(fact) for fact in story(run)] == [
         ("trained", "m", ""),
         ("on the reward", "m: NEGATIVE, short", ""),
-        ("reward", "0.10 → 0.30", "in the last iteration"),
+        ("reward", "0.10 → 0.30", "+0.20 ± 0.35 at 95 %: within chance; in the last iteration"),
         ("KL to the reference", "0 → 2", "nats per sequence"),
         ("reached", "60 %", "of what this reward allows at this KL price"),
         ("true credit", "not measured", "by an audit"),

@@ -56,6 +56,21 @@ def test_the_command_draws_a_completion_in_the_pages_colours_on_its_iterations_s
     assert (folder / "picture.svg").read_bytes() == before
 
 
+def test_without_a_row_the_completion_whose_credit_varies_most_is_drawn_and_named(run_folder, tmp_path, capsys):
+    folder, change = shutil.copytree(run_folder, tmp_path / "run"), {0: 1.0, 1: 3.0, 2: -9.0, 3: 2.0}
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    for place, row in enumerate(rows[-4:]):  # the third has the largest numbers, all equal
+        row["advantages"] = [change[place] * (1 if place == 2 else i % 2) for i in range(len(row["tokens"]))]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["picture", str(folder)]) == 0
+    *files, said = capsys.readouterr().out.splitlines()
+    assert said == "completion 2 of 4 of iteration 3: its credit varies most; --row takes another"
+    drawn = (folder / "picture.svg").read_bytes()
+    assert main(["picture", str(folder), "--row", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == files
+    assert (folder / "picture.svg").read_bytes() == drawn
+
+
 def test_what_is_not_there_is_refused(run_folder, tmp_path, capsys):
     run = str(run_folder)
     assert "--row is 9; the run keeps 4 completions of iteration 3" in refused(capsys, "picture", run, "--row", "9")

@@ -252,6 +252,8 @@ def test_the_end_says_what_happened():
         "reward 0.25 → 0.91   KL 2.5 nats per sequence (mean of the last 5 iterations)   40 iterations in 30 s" in out
     )
     assert "in 30 s (2,309 tokens per second)" in out
+    small = replace(SUMMARY, rise="+0.66 ± 0.9 at 95 %: within chance")
+    assert "0.91 (+0.66 ± 0.9 at 95 %: within chance)   KL" in shown(lambda screen: screen.finish(small, [], []))
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3)])

@@ -183,6 +183,24 @@ def test_a_term_of_weight_0_is_watched_alone(name):
     assert name not in names(sick(name), watched)
 
 
+@pytest.mark.parametrize(
+    ("weights", "a", "b", "found"),
+    [
+        ((1.0, 2.0), lambda i: 0.1, lambda i: 5.0, True),
+        ((1.0, -1.0), lambda i: 0.1, lambda i: 5.0, True),  # a penalty that drowns the goal
+        ((0.05, 1.0), lambda i: 0.1, lambda i: 0.3, False),  # small by its weight, on purpose
+        ((-1.0, 1.0), lambda i: 0.01, lambda i: 0.3, False),  # a penalty of what hardly occurs
+        ((1.0, 1.0), ramp(0.2, 0.001), lambda i: 0.3, False),  # a form that was learned
+        ((1.0, 1.0), lambda i: 0.05, lambda i: 0.3, False),
+    ],
+)
+def test_a_term_is_drowned_by_anothers_scale_and_not_by_its_own_weight(weights, a, b, found):
+    terms = [{"function": name, "weight": weight} for name, weight in zip("ab", weights, strict=True)]
+    rows = [row | {"reward_std/a": a(i), "reward_std/b": b(i)} for i, row in enumerate(healthy())]
+    findings = diagnose(rows, CONFIG | {"reward": terms})
+    assert [finding.title for finding in findings] == ["the reward's term b drowns a"] * found
+
+
 def test_terms_of_python_have_weights_that_the_configuration_lacks():
     assert "dominant_term" not in names(sick("dominant_term"), CONFIG | {"reward": CONFIG["reward"][:1]})
 

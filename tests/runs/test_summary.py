@@ -16,10 +16,11 @@ from tokencredit.runs.summary import (
     finite,
     iterations_in,
     mean,
+    rise_in_words,
     shortened,
     summarise,
 )
-from tokencredit.settings.run_kind import CONTROL, TEXT
+from tokencredit.settings.run_kind import CONTROL, SFT, TEXT
 
 
 def history(**columns):
@@ -39,7 +40,7 @@ def test_one_iteration_is_singular():
 
 def test_a_summary_has_attributes_and_is_a_mapping_of_the_same():
     rows = history(reward=[None, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0], kl=[0.0, 9.0, 1.0, 1.0, 1.0, 1.0, 6.0], tokens=[10] * 7)
-    summary = summarise(rows, TEXT, Path("runs/x"), 35.0, "stop.kl")
+    summary = summarise(rows, TEXT, {}, Path("runs/x"), 35.0, "stop.kl")
     assert (summary.first, summary.last, summary.kl_last) == (1.0, 5.0, 8 / 3)
     assert (summary.iterations, summary.seconds, summary.per_second) == (7, 35.0, 2.0)
     assert (summary.stopped_by, summary.folder) == ("stop.kl", Path("runs/x"))
@@ -66,7 +67,7 @@ def test_a_summary_has_attributes_and_is_a_mapping_of_the_same():
 
 def test_an_agents_summary_has_the_names_of_its_world():
     rows = history(**{"train/average_return": [math.nan, 20.0], "steps": [512, 512]})
-    summary = summarise(rows, CONTROL, Path("x"), 2.0, "iterations")
+    summary = summarise(rows, CONTROL, {}, Path("x"), 2.0, "iterations")
     assert dict(summary) == {
         "average_return_first": 20.0,
         "average_return_last": 20.0,
@@ -80,27 +81,66 @@ def test_an_agents_summary_has_the_names_of_its_world():
 
 
 @pytest.mark.parametrize(
-    ("few", "pooled", "said"),
-    [(0, 0, "110 % of what"), (1, 0, "at most 100 % of"), (0, 1, "at least 110 % of"), (1, 1, "about 100 % of")],
+    ("few", "pooled", "bound"), [(0, 0, ""), (1, 0, "at most "), (0, 1, "at least "), (1, 1, "about ")]
 )
-def test_the_share_of_the_attainable_is_said_with_its_bound(few, pooled, said):
-    rows = history(
-        **{"reward": [0.0, 1.0], "attainable": [0.0, 1.1], "limit/few": [few, None], "limit/pooled": [pooled, None]}
+def test_the_share_of_the_attainable_is_said_with_its_bound(few, pooled, bound):
+    def shared(share):
+        limits = {"limit/few": [few, None], "limit/pooled": [pooled, None]}
+        rows = history(reward=[0.0, 1.0], attainable=[0.0, share], **limits)
+        summary = summarise(rows, TEXT, {}, Path("x"), 1.0, "iterations")
+        assert summary["attainable_last"] == share
+        return rows, summary.attained
+
+    assert shared(0.9)[1].startswith(f"{bound}90 % of what this reward allows")
+    assert shared(1.004)[1].startswith(f"{bound}100 % of what this reward allows")
+    rows, said = shared(1.16)
+    assert said == (
+        "at most 100 % of what this reward allows at this KL price (116 % of the limit that the reference's samples "
+        "suggest, so they are too few; tokencredit limit takes more)"
     )
-    summary = summarise(rows, TEXT, Path("x"), 1.0, "iterations")
-    assert summary["attainable_last"] == 1.1
-    assert summary.attained.startswith(said)
     below = history(reward=[0.0, 0.0], attainable=[0.0, -0.2])
-    assert summarise(below, TEXT, Path("x"), 1.0, "iterations").attained.startswith(
+    assert summarise(below, TEXT, {}, Path("x"), 1.0, "iterations").attained.startswith(
         "nothing of what this reward allows"
     )
     rows.priced = 1
-    summary = summarise(rows, TEXT, Path("x"), 1.0, "iterations")
+    summary = summarise(rows, TEXT, {}, Path("x"), 1.0, "iterations")
     assert (summary["attainable_last"], summary.attained) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("last", "per_prompt", "said"),
+    [
+        (0.8, 1, "+0.6 ± 0.124 at 95 %"),  # 1.96 · √(0.2² / 15 + 0.2² · 2 / 4 / 15), by hand
+        (0.1, 1, "-0.1 ± 0.124 at 95 %: within chance"),
+        (0.8, 16, ""),  # one prompt says nothing of others
+    ],
+)
+def test_a_rise_has_an_interval_that_says_if_it_is_chance(last, per_prompt, said):
+    rows = history(
+        reward=[0.2, 0.5, last, last], reward_std=[0.2, 9.0, 0.2, 0.2], tokens=[160.0] * 4, length=[10.0] * 4
+    )
+    assert rise_in_words(rows, TEXT, {"rollout": {"per_prompt": per_prompt}}) == said
+    assert summarise(rows, TEXT, {}, Path("x"), 1.0, "iterations").last == last
+
+
+def test_averages_over_the_same_episodes_are_no_more_exact_together():
+    """The first iteration ended no episode; the last average is over 100, whatever number of iterations has it."""
+    returns, deviations = [None, 20.0, 90.0, 100.0, 100.0], [None, 6.0, 50.0, 49.749372, 49.749372]
+    columns = {"train/average_return": returns, "train/std_return": deviations, "episodes": [0, 10, 50, 60, 30]}
+    said = "+80 ± 10.6 at 95 %"  # 1.96 · √(6² / 9 + 25): each of the last two averages has a standard error of 5
+    assert rise_in_words(history(**columns), CONTROL, {}) == said
+
+
+def test_a_rise_without_standard_errors_has_no_interval():
+    assert rise_in_words([{"loss": 2.0}, {"loss": 1.0}], SFT, {}) == ""
+    assert rise_in_words([], TEXT, {}) == ""
+    one = {"reward": 1.0, "reward_std": 1.0, "tokens": 20, "length": 2}
+    assert rise_in_words([one], TEXT, {}) == ""
+    assert rise_in_words([one | {"reward_std": 0.0}] * 2, TEXT, {}) == ""
+
+
 def test_a_run_without_an_iteration_has_no_outcome():
-    summary = summarise(History(), TEXT, Path("x"), 1.0, "interrupt")
+    summary = summarise(History(), TEXT, {}, Path("x"), 1.0, "interrupt")
     assert (summary.first, summary.last, summary.kl_last, summary.per_second) == (None, None, None, 0.0)
 
 

@@ -100,8 +100,8 @@ DISEASES = {
     "dominant_term": {
         "iterations": 5,
         "reward": [
-            ClassifierTerm(classifier="builtin:reviews", weight=100.0),
-            FunctionTerm(function="repetition", weight=0.01),
+            ClassifierTerm(classifier="builtin:reviews"),
+            FunctionTerm(function="length", kwargs={"unit": "characters"}, weight=-1.0),
         ],
     },
     "clip_low": {"iterations": 20, "optim": OptimConfig(warmup=0, max_grad_norm=1e-6)},

@@ -181,7 +181,7 @@ def report(options: Options) -> None:
     "Draw one completion with its credit for a paper or a post.",
     RUN,
     option(
-        "--row", type=POSITIVE_INT, default=1, help="Completion of the iteration, in the page's order; by default 1."
+        "--row", type=POSITIVE_INT, help="Completion, in the page's order; by default the one whose credit varies most."
     ),
     option("--iteration", type=POSITIVE_INT, help="Iteration of the completion; by default the last with completions."),
     option("--width", type=checked(float, at_least=2, at_most=50), default=6.5, help="Inches; by default 6.5."),
@@ -191,7 +191,10 @@ def report(options: Options) -> None:
 def picture(options: Options) -> None:
     """Run `tokencredit picture`."""
     options.refuse_empty("out")
+    from statistics import pstdev
+
     from tokencredit.report.notebook import read_run
+    from tokencredit.runs.transcript import acted
 
     run = Path(options.run)
     if options.out is None:
@@ -204,14 +207,18 @@ def picture(options: Options) -> None:
     found = [sample for sample in kept if sample["iteration"] == number]
     if not found:
         raise ConfigError(f"--iteration is {number}; the run keeps completions of {', '.join(map(str, iterations))}")
-    if options.row > len(found):
-        raise ConfigError(f"--row is {options.row}; the run keeps {len(found)} completions of iteration {number}")
+    spread = [pstdev(acted(sample)["advantages"] or [0.0]) for sample in found]
+    row = options.row or spread.index(max(spread)) + 1
+    if row > len(found):
+        raise ConfigError(f"--row is {row}; the run keeps {len(found)} completions of iteration {number}")
     files = [run / "picture.svg", run / "picture.png"] if options.out is None else [Path(options.out)]
     try:
-        missing = found[options.row - 1].picture(*files, inches=options.width)
+        missing = found[row - 1].picture(*files, inches=options.width)
     except OSError as error:
         raise ConfigError(f"cannot write {options.out!r}: {error.strerror}; give another --out") from error
     print(*files, sep="\n")
+    if options.row is None:
+        print(f"completion {row} of {len(found)} of iteration {number}: its credit varies most; --row takes another")
     if missing:
         print(f"no installed font has {missing}, drawn as boxes; install one that has, such as fonts-noto-cjk")
 

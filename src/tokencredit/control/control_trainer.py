@@ -41,14 +41,12 @@ from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.folder import EPISODE
 from tokencredit.runs.loop import INTERRUPT, Iteration, State, Trainer, run
 from tokencredit.runs.recorder import RunRecord
-from tokencredit.runs.summary import Summary, count
+from tokencredit.runs.summary import EPISODES, Summary, count
 from tokencredit.settings.control import HOMEWORK_TAGS, AgentConfig, ControlConfig
 from tokencredit.settings.fields import require_config
 from tokencredit.settings.run_kind import CONTROL, own_parts
 from tokencredit.user_code.parts import load_parts, loaded_parts
 
-EPISODES = 100
-"""Number of recent training episodes averaged in train/average_return."""
 EVALUATION_SEED = 10_000
 """Added to the run's seed, so that evaluation episodes differ from training episodes."""
 

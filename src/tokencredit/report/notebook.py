@@ -101,8 +101,8 @@ class NotebookRun(Run):
 
     def __repr__(self) -> str:
         outcome = run_kind_of(self.config).outcome.replace("_", " ")
-        change = next(fact.text for fact in story(self) if fact.label == outcome)
-        return f"<Run {self.path}: {outcome} {change}, {len(self.metrics)} iterations>"
+        _, change, note = next(fact for fact in story(self) if fact.label == outcome)
+        return f"<Run {self.path}: {outcome} {change} ({note}), {len(self.metrics)} iterations>"
 
     def _repr_html_(self) -> str:
         charts = {name: chart for found in sections(self.metrics).values() for name, chart in found.items()}

@@ -63,6 +63,7 @@ CONFIG: dict[str, Form] = {
     "ppo.epochs": NUMBER,
     "ppo.minibatches": NUMBER,
     "rollout.max_new_tokens": NUMBER,
+    "rollout.per_prompt": Leaf(lambda value: is_count(value) and value > 0, "a whole number, at least 1"),
     "optim.warmup": NUMBER,
     "optim.max_grad_norm": NUMBER,
 }

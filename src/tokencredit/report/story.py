@@ -12,7 +12,7 @@ from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.diagnosis import Finding
 from tokencredit.runs.jsonl import PRICED, scored_anew
-from tokencredit.runs.summary import attained, averaged, final_mean, iterations_in, mean
+from tokencredit.runs.summary import attained, averaged, final_mean, finite, iterations_in, rise_in_words
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
@@ -51,10 +51,12 @@ def story(run: Run) -> list[Fact]:
     facts += [Fact(word, visible(label_of(part))) for word, part in own.items() if is_own(part)]
 
     def change(name: str) -> str:
-        return f"{two_digits(mean([scored[0].get(name)]))} → {two_digits(final_mean(scored, name))}"
+        first = next(finite(row.get(name) for row in scored), None)
+        return f"{two_digits(first)} → {two_digits(final_mean(scored, name))}"
 
     name, window = run_kind.headline, averaged(len(metrics), run.since)
-    facts.append(Fact(run_kind.outcome.replace("_", " "), change(name), window))
+    rise = rise_in_words(scored, run_kind, run.config, two_digits)
+    facts.append(Fact(run_kind.outcome.replace("_", " "), change(name), f"{rise}; {window}" if rise else window))
     if final_mean(scored, "kl") is not None:
         facts.append(Fact("KL to the reference", change("kl"), "nats per sequence"))
     elif final_mean(scored, "log_ratio") is not None:

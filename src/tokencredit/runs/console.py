@@ -267,8 +267,10 @@ class Screen:
             self.console.print(table)
         if summary.iterations:
             kl = "" if summary.kl_last is None else f"   KL {figure(summary.kl_last)} nats per sequence"
+            rise = f" ({summary.rise})" if summary.rise else ""
             self.say(
-                f"{summary.run_kind.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}{kl} "
+                f"{summary.run_kind.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}"
+                f"{rise}{kl} "
                 f"({averaged(summary.iterations, summary.since)})   "
                 f"{iterations_in(summary.iterations, summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.run_kind.unit} per second)"

@@ -387,7 +387,7 @@ class RunRecord:
         one may write.
         """
         seconds = time.perf_counter() - self.started
-        summary = summarise(self.history, self.run_kind, self.folder.path, seconds, stopped_by)
+        summary = summarise(self.history, self.run_kind, self.config, self.folder.path, seconds, stopped_by)
         summary = replace(summary, environment=self.environment | {"versions": versions(), "ended": now()})
         with self.replaced(self.run_kind.saved, *more, in_all=in_all) as folders:
             if folders is not None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from tokencredit.runs.folder import setting_of
 from tokencredit.runs.jsonl import is_number
-from tokencredit.settings.run_kind import RunKind
+from tokencredit.settings.run_kind import CONTROL, RunKind
 
 OPEN_END = 1_000_000
 """`run.iterations` of a run whose script decides on its end; no number of iterations is shown."""
 WINDOW = 5
 """Most iterations averaged at either end of a run."""
+EPISODES = 100
+"""Most recent training episodes that an agent's average return is over."""
+CONFIDENT = 1.96
+"""Half the width of a 95 % interval, in standard errors."""
 PRETRAINING = "pretrain/tokens"
 """Tokens sampled before the first iteration, to pretrain the critic."""
 Row = Mapping[str, float]
@@ -58,6 +64,37 @@ def final_mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return mean(row.get(name) for row in rows[-final_window(len(rows)) :])
 
 
+def rise_in_words(
+    rows: Sequence[Mapping[str, Any]],
+    run_kind: RunKind,
+    config: Mapping[str, Any],
+    number: Callable[[float | None], str] | None = None,
+) -> str:
+    """The headline metric's rise from the first iteration to the mean of the last ones, with its 95 % interval.
+
+    Empty where a standard error is unknown. The completions of one prompt count as one, since they share its
+    difficulty. Averages over recent episodes share episodes, so that their mean is no more exact than one of them.
+    """
+    number, name, agent = number or figure, run_kind.headline, run_kind is CONTROL
+    per_prompt = setting_of(config, "rollout.per_prompt") or 1
+    played = accumulate(row.get("episodes") or 0 for row in rows)
+    known = []  # the iterations that have a value, with the square of its standard error
+    for place, (row, episodes) in enumerate(zip(rows, played, strict=True)):
+        tokens, length = row.get("tokens"), row.get(run_kind.length)
+        size = min(episodes, EPISODES) if agent else tokens / length / per_prompt if tokens and length else 0
+        variance = next(finite([row.get(run_kind.deviation)]), math.nan) ** 2
+        square = variance / (size - 1) if size > 1 else math.nan
+        known += [(place, row[name], square)] if is_number(row.get(name)) else []
+    end = [entry for entry in known[1:] if entry[0] >= len(rows) - final_window(len(rows))]
+    if not end:
+        return ""
+    rise = sum(value for _, value, _ in end) / len(end) - known[0][1]
+    error = sum(square for *_, square in end) / len(end) ** (1 if agent else 2)
+    half = CONFIDENT * math.sqrt(known[0][2] + error)
+    chance = ": within chance" if abs(rise) <= half else ""
+    return f"{'+' * (rise >= 0)}{number(rise)} ± {number(half)} at 95 %{chance}" if half > 0 else ""
+
+
 def attained(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Share of the attainable over the last of a run's iterations, in words; None where it is not known."""
     share = final_mean(rows, "attainable")
@@ -71,12 +108,14 @@ def of_attainable(share: float, *, few: bool, pooled: bool) -> str:
     """A share of the attainable in words; `few` and `pooled` as in `core.rewards.Attainable`."""
     if share < 0:  # whatever the limit is
         return "nothing of what this reward allows at this KL price: reward less price is below the start's"
-    share = min(share, 1.0) if few else share
     bound = "about " if few and pooled else "at most " if few else "at least " if pooled else ""
     reasons = ["too few samples of the reference have such rewards, so that its limit is a lower bound"] * few
     reasons += ["its prompts have too few samples each and count as one, so that its limit is an upper bound"] * pooled
+    if (percent := round(100 * share)) > 100:  # no policy exceeds the limit itself
+        bound = "at most "
+        reasons = [f"{percent} % of the limit that the reference's samples suggest, so they are too few"]
     why = f" ({'; '.join(reasons)}; tokencredit limit takes more)" if reasons else ""
-    return f"{bound}{100 * share:.0f} % of what this reward allows at this KL price{why}"
+    return f"{bound}{min(percent, 100)} % of what this reward allows at this KL price{why}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +151,8 @@ class Summary(Mapping[str, Any]):
     """Share of the attainable over the same iterations as `last`; None where it is not known (docs/training.md)."""
     attained: str | None = field(default=None, repr=False)
     """The same in words, with its bound."""
+    rise: str = field(default="", repr=False)
+    """`last` − `first` in words, with its 95 % interval; empty where that is not known."""
     environment: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Versions, machine, command, repository and dates (docs/training.md)."""
 
@@ -139,8 +180,10 @@ class Summary(Mapping[str, Any]):
         }
 
 
-def summarise(history: History, run_kind: RunKind, folder: Path, seconds: float, stopped_by: str) -> Summary:
-    """The summary of a run with these metrics."""
+def summarise(
+    history: History, run_kind: RunKind, config: Mapping[str, Any], folder: Path, seconds: float, stopped_by: str
+) -> Summary:
+    """The summary of a run with these metrics and this configuration, in plain dicts."""
     comparable = history[history.since :]
     return Summary(
         folder=folder,
@@ -155,6 +198,7 @@ def summarise(history: History, run_kind: RunKind, folder: Path, seconds: float,
         since=history.since,
         attainable_last=None if history.priced else final_mean(history, "attainable"),
         attained=None if history.priced else attained(history),
+        rise=rise_in_words(comparable, run_kind, config),
     )
 
 

@@ -8,6 +8,9 @@ from tokencredit.runs.summary import WINDOW
 
 REPEATED = 2
 """Iterations after which a term without any variance is a finding."""
+SMALL = 0.1
+"""Spread of a term, after weights, of the largest term's, below which it decides nothing; share of its weight up to
+which a term is small on purpose."""
 RARE = 0.05
 """Share of turns below which a problem of theirs is no finding."""
 ALWAYS = 0.9
@@ -15,10 +18,10 @@ ALWAYS = 0.9
 
 
 def _weights(run: Evidence) -> dict[str, float]:
-    """The size of each reward term's weight by its metric; empty if the configuration lacks some, such as Python's."""
+    """Each reward term's weight by its metric; empty if the configuration lacks some, such as Python's."""
     names = [name for name in run.metrics[-1] if name.startswith("reward_std/")]
     terms = run.setting("reward") or []
-    weights = {name: abs(term.get("weight", 1.0)) for name, term in zip(names, terms, strict=False)}
+    weights = {name: term.get("weight", 1.0) for name, term in zip(names, terms, strict=False)}
     return weights if len(names) == len(terms) else {}
 
 
@@ -52,19 +55,26 @@ def constant_term(run: Evidence) -> Finding | None:
 
 
 def dominant_term(run: Evidence) -> Finding | None:
-    """One of several reward terms decides alone."""
-    shares = {name: weight * run.last(name) for name, weight in _weights(run).items() if weight}
-    if len(run) < WINDOW or len(shares) < 2:
+    """One reward term decides alone by its scale, from the start to the end.
+
+    A penalty, and a term of a tenth of its weight, may be small on purpose; one that lost its spread was learned.
+    """
+    weights = {name: weight for name, weight in _weights(run).items() if weight}
+    if len(run) < WINDOW or not weights:
         return None
-    largest = max(shares, key=lambda name: shares[name])
-    if not shares[largest] > 0.9 * sum(shares.values()):
+    sizes = [{name: abs(weight) * at(name) for name, weight in weights.items()} for at in (run.first, run.last)]
+    largest = max(weights, key=lambda name: sizes[-1][name])
+    meant = [name for name, weight in weights.items() if weight > SMALL * abs(weights[largest]) and name != largest]
+    drowned = [name for name in meant if all(size[name] < SMALL * size[largest] for size in sizes)]
+    if not drowned:
         return None
-    share = shares[largest] / sum(shares.values())
+    title, *names = (name.removeprefix("reward_std/") for name in (largest, *drowned))
+    parts = [f"{run.where(name)}, {sizes[-1][name] / sizes[-1][largest]:.1%} of it after weights" for name in drowned]
     return Finding(
-        f"the reward's term {largest.removeprefix('reward_std/')} drowns the others",
-        f"{share:.0%} of the terms' weighted standard deviations; {run.where(largest)}",
-        "The other terms hardly affect which completion is better.",
-        ("lower its weight", "raise the others'"),
+        f"the reward's term {title} drowns {' and '.join(names)}",
+        "; ".join([run.where(largest), *parts]),
+        "By its scale, it alone decides which completion is better, whatever the others' weights say.",
+        ("bring the terms to one scale by their weights", "leave out what shall not decide"),
     )
 
 
