@@ -327,6 +327,8 @@ PRICE = 0.05
 """`kl.coef` of the study `worlds`."""
 WITHOUT_CRITIC = ("grpo", "rloo", "dr-grpo", "reinforce++")
 """Variants of the study `reasoning` without a critic, as published."""
+RESAMPLED = "grpo-masked,batch_size=80"
+"""The variant of the study `reasoning` with as many groups with signal as others have groups."""
 LADDER = ("ppo", "value-pretraining", "decoupled", "length-adaptive", "clip-higher", "token-loss", "positive-nll")
 LADDER += ("groups",)
 """Rungs of the study `reasoning-ladder`."""
@@ -759,6 +761,13 @@ CLAIMS = (
         [("groups", "ppo", "eval/reward")],
     ),
     Claim(
+        "15e",
+        "dynamic sampling, as masked groups of a larger batch, solves more than GRPO",
+        "reasoning",
+        *SOLVED,
+        [(RESAMPLED, "grpo", "eval/reward")],
+    ),
+    Claim(
         "16a",
         "with samples of old policies, single rollouts with a critic solve more than groups",
         "sao",
@@ -994,7 +1003,7 @@ def tables(found: Studies) -> dict[str, str]:
             found["ages-large-steps"], aged, base="age=0", pairs=corrected(found["ages-large-steps"])
         ),
         "reasoning": table_if_run(
-            found, "reasoning", verified, [("rloo", "grpo"), ("grpo-masked", "grpo")], base="ppo"
+            found, "reasoning", verified, [("rloo", "grpo"), ("grpo-masked", "grpo"), (RESAMPLED, "grpo")], base="ppo"
         ),
         "reasoning-ladder": table_if_run(
             found, "reasoning-ladder", verified, [pair[::-1] for pair in pairwise(LADDER)], base="ppo"
