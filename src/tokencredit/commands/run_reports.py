@@ -210,7 +210,7 @@ def picture(options: Options) -> None:
     try:
         missing = found[options.row - 1].picture(*files, inches=options.width)
     except OSError as error:
-        raise ConfigError(f"cannot write {options.out!r}: {error.strerror}; give another --out") from error
+        raise ConfigError(f"cannot write {str(files[0])!r}: {error.strerror}; give another --out") from error
     print(*files, sep="\n")
     if missing:
         print(f"no installed font has {missing}, drawn as boxes; install one that has, such as fonts-noto-cjk")
