@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 
 import gymnasium as gym
 import numpy as np
@@ -9,39 +11,55 @@ import pytest
 from gymnasium import spaces
 
 from helpers.configs import control_config, quiet_agent
-from helpers.files import read_metrics
+from helpers.files import read_events, read_metrics
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.played_episode import FRAMES, PlayedEpisode
+from tokencredit.distributed import signals
+from tokencredit.errors import TooManyBadSteps
 from tokencredit.report.agent_episode import STEPS, read_episode
 from tokencredit.settings.control import AgentAdvantageConfig, AgentCriticConfig, EnvConfig, EpisodesConfig
 
 
 class Torn(gym.Env):
-    """Fails to draw from its fourth step on."""
+    """Fails to draw from its fourth step on; with `blind` it fails as soon as it is to be drawn."""
 
-    metadata: dict = {"render_modes": ["rgb_array"]}  # noqa: RUF012  (Gymnasium's form)
+    metadata: dict = {"render_modes": ["rgb_array"], "render_fps": 9}  # noqa: RUF012  (Gymnasium's form)
     observation_space = spaces.Box(0, 1, (1,), np.float32)
     action_space = spaces.MultiDiscrete([2, 3])
 
-    def __init__(self, render_mode=None):
-        self.render_mode = render_mode
+    def __init__(self, render_mode=None, reward=0.5, interrupt=False, blind=False):
+        self.render_mode, self.reward, self.interrupt, self.blind = render_mode, reward, interrupt, blind
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.time = 0
+        if self.blind and self.render_mode:
+            raise OSError("no screen")
         return np.zeros(1, np.float32), {}
 
     def step(self, action):
         self.time += 1
-        return np.ones(1, np.float32), 0.5, False, self.time == 9, {}
+        return np.ones(1, np.float32), self.reward, False, self.time == 9, {}
 
     def render(self):
+        if self.interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
         if self.time == 3:
             raise OSError("no screen")
         return np.zeros((8, 8, 3), np.uint8)
 
 
-gym.register("Torn-v0", Torn)
+class Deep(Torn):
+    """Draws depth images, as all of MuJoCo's environments; it has no other modes than these."""
+
+    metadata: dict = {"render_modes": ["human", "rgb_array", "depth_array"], "render_fps": 9}  # noqa: RUF012
+
+    def render(self):
+        pytest.fail("it was drawn")
+
+
+for each in (Torn, Deep):
+    gym.register(f"{each.__name__}-v0", each)
 
 
 def trained(folder, **groups):
@@ -70,13 +88,33 @@ def test_pictures_of_a_long_episode_are_evenly_spaced_and_few(tmp_path):
     assert len((tmp_path / "run" / "episode.json").read_bytes()) < 100_000
 
 
-def test_an_environment_that_fails_to_draw_has_credit_without_pictures(tmp_path):
+@pytest.mark.parametrize(("name", "kwargs"), [("Torn", {}), ("Torn", {"blind": True}), ("Deep", {})])
+def test_an_environment_that_fails_to_draw_has_credit_without_pictures(name, kwargs, tmp_path):
     critic, advantage = AgentCriticConfig(kind="none"), AgentAdvantageConfig(estimator="reward_to_go", gamma=1.0)
-    episode = trained(tmp_path / "run", env=EnvConfig("Torn-v0"), critic=critic, advantage=advantage)
+    env = EnvConfig(f"{name}-v0", kwargs=kwargs)
+    episode = trained(tmp_path / "run", env=env, critic=critic, advantage=advantage)
     assert episode["frames"] == []
     assert episode["advantages"] == [0.5 * left for left in range(9, 0, -1)]
     assert "values" not in episode
     assert all(0 <= first < 2 and 0 <= second < 3 for first, second in episode["actions"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_reward_that_is_not_finite_leaves_the_evaluation(tmp_path):
+    envs = EnvConfig("Torn-v0", kwargs={"reward": math.inf})
+    with pytest.raises(TooManyBadSteps):
+        trained(tmp_path / "run", env=envs, eval=EpisodesConfig(episodes=1))
+    assert read_metrics(tmp_path / "run")[-1]["eval/average_length"] == 9
+    assert any("no episode for the page: the environment gave" in event for event in read_events(tmp_path / "run"))
+
+
+def test_ctrl_c_while_an_episode_is_drawn_keeps_the_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "GRACE", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "run", env=EnvConfig("Torn-v0", kwargs={"interrupt": True}))
+    assert read_metrics(tmp_path / "run")[-1]["eval/average_length"] == 9
+    [event] = (event for event in read_events(tmp_path / "run") if "signal" in event)
+    assert event.startswith("no episode for the page: a signal came")
 
 
 def test_without_evaluation_episodes_none_is_played(tmp_path):

@@ -135,7 +135,12 @@ def test_the_mean_loss_of_positive_examples_by_hand():
     mean = weighted_sum(weights * losses.nan_to_num(), token_weights(mask))
     assert float(mean) == pytest.approx((0.3 + 0.6 + 0.9) / 3)
     assert not positive_weights(-scores, mask).any(), "none is right"
-    halves = sum(positive_weights(scores[at], mask[at], lambda _: torch.tensor([4, 3])).sum() for at in ([0, 1], [2]))
+    mean = weighted_sum(
+        positive_weights(scores, mask, "sequence") * losses.nan_to_num(), token_weights(mask, "sequence")
+    )
+    assert float(mean) == pytest.approx((0.45 + 0.9) / 2), "of two of three rows"
+    both = [positive_weights(scores[at], mask[at], reduce=lambda _: torch.tensor([4, 3])) for at in ([0, 1], [2])]
+    halves = sum(part.sum() for part in both)
     assert float(halves) == pytest.approx(4.0), "of two processes"
 
 

@@ -79,6 +79,8 @@ def test_what_is_not_there_is_refused(run_folder, tmp_path, capsys):
     assert "No such file" in refused(capsys, "picture", run, "--out", str(tmp_path / "none" / "a.svg"))
     assert "at least 2" in refused(capsys, "picture", run, "--width", "1")
     bare = shutil.copytree(run_folder, tmp_path / "run")
+    (bare / "picture.svg").mkdir()
+    assert f"cannot write '{bare / 'picture.svg'}': Is a directory" in refused(capsys, "picture", str(bare))
     (bare / "samples.jsonl").unlink()
     assert "keeps no completions" in refused(capsys, "picture", str(bare))
 

@@ -9,9 +9,11 @@ from helpers.configs import quiet, text_config
 from tokencredit.cli import main
 from tokencredit.report.comparison.stats import group_runs
 from tokencredit.report.reading import read_run
+from tokencredit.settings.data import FunctionTerm
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.text.run_parts import part_of
 
 ROWS = [{"prompt": "This movie"}, {"prompt": "I"}]
 
@@ -53,6 +55,19 @@ def test_a_runs_folder_names_its_parts_and_no_default_in_their_place(runs):
     card = (runs / "a" / "policy" / "README.md").read_text()
     assert "- reward: `rewarded.score(sign=1) (test_run_parts.py, " in card
     assert json.loads((runs / "a" / "summary.json").read_text())["environment"]["versions"]["torch"]
+
+
+def test_a_term_of_a_configuration_from_python_is_known_by_its_code(tmp_path):
+    file = tmp_path / "s.py"
+    term = FunctionTerm(function=f"{file}:score", weight=-1.0)
+    digests = set()
+    for sign in "+-":
+        file.write_text(f"def score(completions, **columns):\n    return [{sign}1.0 for _ in completions]\n")
+        part = part_of(term)
+        assert part["arguments"] == {"function": f"{file}:score", "weight": -1.0}
+        digests.add(part["digest"])
+    assert len(digests) == 2
+    assert part_of(FunctionTerm(function="repetition"))["arguments"] == {"function": "repetition"}
 
 
 def test_runs_of_other_rewards_are_no_repetitions_and_other_files_are(runs):

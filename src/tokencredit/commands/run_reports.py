@@ -215,7 +215,7 @@ def picture(options: Options) -> None:
     try:
         missing = found[row - 1].picture(*files, inches=options.width)
     except OSError as error:
-        raise ConfigError(f"cannot write {options.out!r}: {error.strerror}; give another --out") from error
+        raise ConfigError(f"cannot write {str(files[0])!r}: {error.strerror}; give another --out") from error
     print(*files, sep="\n")
     if options.row is None:
         print(f"completion {row} of {len(found)} of iteration {number}: its credit varies most; --row takes another")

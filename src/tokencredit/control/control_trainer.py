@@ -200,14 +200,18 @@ class ControlTrainer(Trainer):
             if settings.videos:
                 self.player.record(settings, seed, self.record.folder.path / "videos", f"iteration-{number}")
         except EpisodesUnfinished as error:
-            self.record.event(f"an evaluation is skipped: {error}")
+            self.record.event(f"{'videos are' if metrics else 'an evaluation is'} skipped: {error}")
         return metrics
 
     def _record_episode(self, number: int, seed: int) -> None:
         """Play the first of the evaluation's episodes again, and write it with its credit for the page."""
         overdue, greedy = self.record.signals.overdue, self.args.eval.greedy
-        options: dict[str, Any] = {"seed": seed, "greedy": greedy, "draw": True, "overdue": overdue}
-        episode = play_episode(self.args, self.advantage, self.agent, self.envs, **options)
+        options: dict[str, Any] = {"seed": seed, "greedy": greedy, "overdue": overdue}
+        try:
+            episode = play_episode(self.args, self.advantage, self.agent, self.envs, **options)
+        except RunStopped as error:  # training does not depend on it
+            self.record.event(f"no episode for the page: {error}")
+            return
         self.record.folder.write_json(EPISODE, {"iteration": number, "greedy": greedy} | episode.record())
 
     def state(self) -> tuple[State, State]:

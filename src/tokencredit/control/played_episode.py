@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from tokencredit.control.agent import Agent
 from tokencredit.control.agent_evaluation import EpisodesUnfinished, chosen, endless, no_display
 from tokencredit.control.agent_rollout import AgentRollout
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
-from tokencredit.control.vector_environments import make_envs, share_statistics, statistics, uses_mujoco
+from tokencredit.control.vector_environments import make_envs, share_statistics, statistics
+from tokencredit.errors import RunStopped
 from tokencredit.report.agent_episode import STEPS
 from tokencredit.report.notebook import drawn
 from tokencredit.report.story import Fact
@@ -107,10 +109,9 @@ def play_episode(
     *,
     seed: int,
     greedy: bool,
-    draw: bool = False,
     overdue: Callable[[], bool] = lambda: False,
 ) -> PlayedEpisode:
-    """Play an episode in the run's environment, with the credit that training would give its steps.
+    """Play an episode in the run's environment, with the credit that training would give its steps, and pictures.
 
     Args:
         config: the run's configuration.
@@ -119,46 +120,60 @@ def play_episode(
         training: environments whose statistics normalise observations and rewards; they are not changed.
         seed: of the environment and of sampled actions.
         greedy: take the most likely actions.
-        draw: keep pictures, if the environment draws any.
         overdue: true once a signal is to stop the run.
 
     Raises:
-        RunStopped: the environment raises, or the episode does not end.
+        RunStopped: the environment raises or gives a number that is not finite, or the episode does not end.
     """
-    generator, rewards, film = torch.Generator().manual_seed(seed), list[float](), Film()
-    with environment_errors():
-        envs = _make(config, draw)
-        share_statistics(envs, training)
-        try:
-            observation, _ = envs.reset(seed=seed)
-            frames, actions, ended = [torch.tensor(observation)], list[Tensor](), False
-            while not ended:
-                if overdue():
-                    raise EpisodesUnfinished("a signal came before its episode had ended")
-                if len(rewards) >= MAX_REPLAY_STEPS:
-                    raise EpisodesUnfinished(endless())
-                film.look(envs, len(rewards))
-                actions.append(chosen(agent, frames[-1], greedy, generator))
-                observation, reward, terminated, truncated, _ = envs.step(
-                    agent.distribution.to_env(actions[-1].numpy())
-                )
-                rewards.append(float(reward[0]))
-                frames.append(torch.tensor(observation))
-                ended = bool(terminated[0] | truncated[0])
-            film.look(envs, len(rewards), last=True)
-        finally:
-            envs.close()
+
+    def played(render: bool, film: Film) -> tuple[list[Tensor], list[Tensor], list[float], bool]:
+        generator, rewards = torch.Generator().manual_seed(seed), list[float]()
+        options: dict[str, Any] = {"stack": config.agent.observations(), "training": False, "render": render}
+        with environment_errors():
+            envs = make_envs(config.env, 1, config.advantage.gamma, **options)
+            share_statistics(envs, training)
+            try:
+                observation, _ = envs.reset(seed=seed)
+                frames, actions, ended = [torch.tensor(observation)], list[Tensor](), False
+                while not ended:
+                    if overdue():
+                        raise EpisodesUnfinished("a signal came before its episode had ended")
+                    if len(rewards) >= MAX_REPLAY_STEPS:
+                        raise EpisodesUnfinished(endless())
+                    film.look(envs, len(rewards))
+                    actions.append(chosen(agent, frames[-1], greedy, generator))
+                    taken = agent.distribution.to_env(actions[-1].numpy())
+                    observation, reward, terminated, truncated, _ = envs.step(taken)
+                    rewards.append(float(reward[0]))
+                    frames.append(torch.tensor(observation))
+                    ended = bool(terminated[0] | truncated[0])
+                film.look(envs, len(rewards), last=True)
+            finally:
+                envs.close()
+        return frames, actions, rewards, bool(terminated[0])
+
+    film = Film()
+    try:
+        frames, actions, rewards, terminated = played(drawable(config, training), film)
+    except EpisodesUnfinished:
+        raise
+    except Exception:  # of any type: an environment may fail because it is to be drawn
+        film = Film()
+        frames, actions, rewards, terminated = played(render=False, film=film)
+    learned = scaled(torch.tensor([rewards]), training, config.env.clip)
+    if not (torch.stack(frames).isfinite().all() and learned.isfinite().all()):
+        raise RunStopped("the environment gave an observation or a reward that is not finite, which has no credit")
     read, acted, last = torch.stack(frames, 1), torch.stack(actions, 1), torch.zeros(1, len(rewards))
     last[0, -1] = 1
     values = agent.values(read)
-    ends = last.bool() & (bool(terminated[0]) or not config.advantage.bootstrap)
+    ends = last.bool() & (terminated or not config.advantage.bootstrap)
     rollout = AgentRollout(
         observations=read[:, :-1],
         actions=acted,
         mask=torch.ones_like(last, dtype=torch.bool),
         logprobs=agent.distribution.logprobs(agent.outputs(read[0, :-1]), acted[0])[None],
         values=None if values is None else values[:, :-1],
-        rewards=scaled(torch.tensor([rewards]), training, config.env.clip),
+        rewards=learned,
         terminated=ends,
         truncated=last.bool() & ~ends,
         bootstrap=None if values is None else values[:, 1:],
@@ -171,7 +186,7 @@ def play_episode(
         rewards=rewards,
         values=None if values is None else values[0, :-1].tolist(),
         advantages=advantages[0].tolist(),
-        terminated=bool(terminated[0]),
+        terminated=terminated,
         frames=film.pictures(),
     )
 
@@ -182,23 +197,14 @@ def scaled(rewards: Tensor, training: VectorEnv, clip: float) -> Tensor:
     return rewards if scale is None else (rewards / math.sqrt(float(scale.var) + 1e-8)).clamp(-clip, clip)
 
 
-def _make(config: ControlConfig, draw: bool) -> VectorEnv:
-    """One copy of the environment, which can be drawn if it is asked to and is able to.
+def drawable(config: ControlConfig, training: VectorEnv) -> bool:
+    """True if the run's environment can be drawn.
 
-    MuJoCo needs OpenGL, which may end the process: it draws only where `eval.videos` does so too.
+    MuJoCo needs OpenGL, which may end the process: it draws only where `eval.videos` does so too. It is known by its
+    depth images, in a user's class as well.
     """
-
-    def made(render: bool) -> VectorEnv:
-        stack = config.agent.observations()
-        return make_envs(config.env, 1, config.advantage.gamma, stack=stack, training=False, render=render)
-
-    envs, safe = made(render=False), config.eval.videos or not uses_mujoco(config.env)
-    if draw and safe and "rgb_array" in envs.metadata.get("render_modes", ()):
-        envs.close()
-        with suppress(Exception):  # an environment's own, of any type
-            return made(render=True)
-        envs = made(render=False)
-    return envs
+    modes = training.metadata.get("render_modes") or ()
+    return "rgb_array" in modes and (config.eval.videos > 0 or "depth_array" not in modes)
 
 
 class Film:
@@ -213,7 +219,8 @@ class Film:
         if envs.render_mode != "rgb_array" or self.every == 0 or (step % self.every and not last):
             return
         try:
-            with no_display():
+            with no_display(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Gymnasium's checker, and of graphics libraries
                 self.frames.append((step, np.array(envs.render()[0])))  # type: ignore[index]
         except Exception:  # such as pygame, which is missing
             self.frames, self.every = [], 0

@@ -69,7 +69,7 @@ class TrainedAgent:
         """
         advantage = load_parts(self.config).advantage
         with expected_warnings(self.config.env):
-            return play_episode(self.config, advantage, self.agent, self.training, seed=seed, greedy=greedy, draw=True)
+            return play_episode(self.config, advantage, self.agent, self.training, seed=seed, greedy=greedy)
 
     def _batch(self, observation: Any) -> Any:
         """A batch of this observation, or of the last ones of the episode, the oldest first."""

@@ -194,7 +194,8 @@ def expected_warnings(args: EnvConfig) -> Iterator[None]:
     with warnings.catch_warnings():
         for message in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", f".*{message}", UserWarning)
-        if not uses_mujoco(args) or importlib.util.find_spec("mujoco") is None:  # Gymnasium reports what is missing
+        uses_mujoco = "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", ""))
+        if not uses_mujoco or importlib.util.find_spec("mujoco") is None:  # Gymnasium reports what is missing
             yield
             return
         import mujoco
@@ -205,11 +206,6 @@ def expected_warnings(args: EnvConfig) -> Iterator[None]:
             yield
         finally:
             mujoco.set_mju_user_warning(before)
-
-
-def uses_mujoco(args: EnvConfig) -> bool:
-    """True if the environment is one of Gymnasium's with MuJoCo."""
-    return "mujoco" in str(getattr(gym.registry.get(args.id), "entry_point", ""))
 
 
 def save_envs(envs: VectorEnv) -> dict[str, Any]:

@@ -224,25 +224,27 @@ def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None 
     return weights / count
 
 
-def positive_weights(scores: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
+def positive_weights(scores: Tensor, mask: Tensor, by: str = "token", reduce: Reduce | None = None) -> Tensor:
     """Weights w₊ of the loss of positive examples, Σ weight · w₊ · (−log π): N / N₊ where the row's score is above 0.
 
-    N are all acted tokens and N₊ those of such rows, so that a mean over N tokens becomes one over N₊. Yue et al. 2025
-    (VAPO, arXiv 2504.05118), "positive example LM loss": its mean is over the tokens of correct answers.
+    N are all acted tokens and N₊ those of such rows, or by sequence the rows, so that a mean over N becomes one over
+    N₊. Yue et al. 2025 (VAPO, arXiv 2504.05118), "positive example LM loss": its mean is over the tokens of correct
+    answers.
 
     Args:
         scores: `[batch]`.
         mask: bool `[batch, time]`.
+        by: as in `token_weights`.
         reduce: sums over processes.
 
     Returns:
         float32 `[batch, time]`; 0 everywhere if no score is above 0.
     """
     require_tensors(scores=scores, mask=mask)
-    positive = mask & (scores > 0).unsqueeze(1)
-    counts = torch.stack([mask.sum(), positive.sum()])
+    positive, shares = (scores > 0).unsqueeze(1), token_weights(mask, by, 1.0)
+    counts = torch.stack([shares.sum(), (shares * positive).sum()])
     every, of_positive = counts if reduce is None else reduce(counts)
-    weights: Tensor = positive * (every / of_positive.clamp(min=1))
+    weights: Tensor = (mask & positive) * (every / of_positive.clamp(min=1))
     return weights
 
 

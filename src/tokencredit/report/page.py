@@ -171,7 +171,9 @@ def opened(samples: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def fade(run: Run, samples: Sequence[Mapping[str, Any]]) -> str | None:
-    """What the credit of the first iteration shows, if its critic knows nothing yet; None otherwise."""
+    """What the credit of the first iteration shows, if its critic knows nothing yet; None otherwise, and without λ."""
+    if run.setting("advantage.estimator") not in (None, "gae", "decoupled_gae") or run.setting("advantage.lam") == 1:
+        return None
     first = [sample["numbers"] for sample in samples if sample["iteration"] == run.metrics[0]["iteration"]]
     values = [x for numbers in first for x in numbers.get("value", ()) if x is not None]
     advantages = [x for numbers in first for x in numbers["advantage"]]

@@ -340,7 +340,9 @@ class Credit:
             inputs["ref_hidden"] = reference.hidden
         if rollout.support is not None:
             inputs["support"] = rollout.support
-        imitates = self.args.ppo.positive_nll_coef > 0
+        positive, ppo = None, self.args.ppo
+        if ppo.positive_nll_coef > 0:
+            positive = positive_weights(scored.total_scores(), rollout.mask, ppo.reduction, self.reduce)
         logprobs, behavior, age = self._policies(rollout)
         values = rollout.values
         if scored.fitted is not None:  # the critic learns what the fit leaves
@@ -357,7 +359,7 @@ class Credit:
             value_mask=None if valued is None else valued & rollout.mask,
             behavior_logprobs=behavior,
             age=age,
-            positive=positive_weights(scored.total_scores(), rollout.mask, self.reduce) if imitates else None,
+            positive=positive,
         )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:

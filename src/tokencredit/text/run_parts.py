@@ -10,9 +10,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tokencredit.errors import ConfigError
-from tokencredit.provenance.parts import Part, describe, label
+from tokencredit.provenance.parts import Part, describe, label, rows_digest
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.data import PACKAGED, DefaultReward, FunctionTerm
+from tokencredit.settings.data import PACKAGED, DefaultReward, FunctionTerm, RewardTerm
 from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
@@ -99,6 +99,11 @@ def part_of(value: Any) -> Part | None:
     if isinstance(value, Term):
         weight = {} if value.weight == 1 else {"weight": value.weight}
         return describe(partial(value.function, **value.kwargs, **weight))
+    if isinstance(value, RewardTerm):  # with the code or the weights that it names
+        part, (kind, name) = describe(value), value.source()
+        changed = {key: x for key, x in part["arguments"].items() if x != getattr(type(value), key, x)}
+        digests = [part["digest"], (part_of(name) or part)["digest"]]
+        return part | {"arguments": {kind: name} | changed, "digest": rows_digest(digests)}
     if isinstance(value, PreTrainedModel):
         return {"name": f"{type(value).__name__} {value.config._name_or_path}", "digest": weights_digest(value)}
     if not isinstance(value, str):
