@@ -64,7 +64,7 @@ KEPT = ("reward", "reward_std", "kl", "kl_coef", "entropy", "ref_logprob", "leng
 KEPT += ("distinct_2", "repetition", "value_loss", "explained_variance", "advantage_std", "clip_fraction", "grad_norm")
 KEPT += ("reward/NEGATIVE", "train/average_return", "total_steps", "eval/average_return", "tokens", "env/turns")
 KEPT += ("reward/story", "critic_value_loss", "age_mean", "behavior_kl", "weight_mean", "weight_zero")
-KEPT += ("eval/reward", "pretrain/tokens", "pretrain/explained_variance", "masked", "positive_nll")
+KEPT += ("eval/reward", "pretrain/tokens", "pretrain/explained_variance", "masked", "loss/positive_nll")
 WORDS = 4
 
 

@@ -1,12 +1,23 @@
-"""The reasoning recipe: worked solutions, the verifier, and the problems of training and evaluation."""
+"""The reasoning recipe: worked solutions, the verifier, the problems of training and evaluation, and its own parts."""
 
 import importlib.util
+import math
 from pathlib import Path
+from types import ModuleType
 
-FILE = Path(__file__).parents[1] / "recipes" / "reasoning" / "sums.py"
-SPEC = importlib.util.spec_from_file_location("reasoning_sums", FILE)
-sums = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(sums)
+import pytest
+import torch
+
+
+def recipe_file(name: str) -> ModuleType:
+    file = Path(__file__).parents[1] / "recipes" / "reasoning" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"reasoning_{name}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+sums, parts = recipe_file("sums"), recipe_file("parts")
 
 
 def test_a_chain_is_worked_digit_by_digit_with_its_carries():
@@ -32,3 +43,22 @@ def test_held_out_problems_are_not_trained_on():
     held_out = frozenset(sums.problems(100, seed=0))
     assert len(held_out) == 100
     assert not held_out & set(sums.problems(2_000, seed=1, without=held_out))
+
+
+def test_the_loss_of_solved_problems_by_hand():
+    """Two of three tokens are of a right answer: in a mean over three, theirs is a mean over two."""
+    mask = torch.tensor([[True, True], [True, False]])
+    logprobs = torch.tensor([[0.5, 0.2], [0.4, 1.0]]).log()
+    ratio, advantages, returns = torch.tensor([[1.0, 1.5], [0.5, 1.0]]), torch.ones(2, 2), torch.tensor([[1.0], [0.0]])
+    losses, metrics = parts.with_positive_nll(ratio, logprobs, advantages, returns, mask, (0.2, 0.2))
+    nll = -(math.log(0.5) + math.log(0.2)) / 2
+    assert float(metrics["positive_nll"][mask].mean()) == pytest.approx(nll)
+    assert float(losses[mask].mean()) == pytest.approx(-(1.0 + 1.2 + 0.5) / 3 + 0.1 * nll)
+
+
+def test_groups_of_equal_rewards_count_in_no_mean():
+    rewards = torch.tensor([[1.0], [1.0], [0.0], [1.0]])
+    advantages, returns = parts.differing_groups(rewards, 2)
+    half = 0.5 / (0.5**0.5 + 1e-4)
+    assert advantages.flatten().tolist() == pytest.approx([0.0, 0.0, -2 * half, 2 * half])
+    assert torch.equal(returns, rewards)

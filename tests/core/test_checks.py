@@ -46,7 +46,6 @@ TENSORS: dict[str, dict[str, Tensor]] = {
     "histogram_loss": {"logits": torch.zeros(2, 3, 4), "returns": ROWS, "edges": EDGES},
     "histogram_values": {"logits": torch.zeros(2, 3, 4), "edges": EDGES},
     **dict.fromkeys(("reduction_count", "token_weights", "require_acted", "empty_rows"), ALONE),
-    "positive_weights": {"scores": ROWS[:, 0], "mask": MASK},
     "weighted_sum": {"x": ROWS, "weights": ROWS},
     **dict.fromkeys(("moments", "moments_and_centred", "whiten", "zero_outside"), OVER),
     "whiten_with_divisor": OVER,

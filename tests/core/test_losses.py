@@ -13,7 +13,6 @@ from tokencredit.core.losses import (
     clipped_surrogate,
     histogram_loss,
     histogram_values,
-    positive_weights,
     ratio_stats,
     reduction_count,
     smoothed_histogram,
@@ -124,24 +123,6 @@ def test_weights_by_hand():
     assert token_weights(mask, "constant", count=4).tolist() == [[0.25, 0.25, 0.0], [0.25, 0.0, 0.0], [0.0] * 3]
     assert token_weights(mask[:, 0], "sequence").tolist() == [0.5, 0.5, 0.0]
     assert [int(reduction_count(mask, by)) for by in REDUCTIONS] == [3, 2, 9]
-
-
-def test_the_mean_loss_of_positive_examples_by_hand():
-    """Of four tokens three belong to scores above 0, so that a mean over four becomes one over three."""
-    mask, scores = torch.tensor([[T, T], [T, F], [T, F]]), torch.tensor([1.0, 0.0, 0.5])
-    weights = positive_weights(scores, mask)
-    torch.testing.assert_close(weights, torch.tensor([[4 / 3, 4 / 3], [0.0, 0.0], [4 / 3, 0.0]]))
-    losses = torch.tensor([[0.3, 0.6], [5.0, NAN], [0.9, NAN]])
-    mean = weighted_sum(weights * losses.nan_to_num(), token_weights(mask))
-    assert float(mean) == pytest.approx((0.3 + 0.6 + 0.9) / 3)
-    assert not positive_weights(-scores, mask).any(), "none is right"
-    mean = weighted_sum(
-        positive_weights(scores, mask, "sequence") * losses.nan_to_num(), token_weights(mask, "sequence")
-    )
-    assert float(mean) == pytest.approx((0.45 + 0.9) / 2), "of two of three rows"
-    both = [positive_weights(scores[at], mask[at], reduce=lambda _: torch.tensor([4, 3])) for at in ([0, 1], [2])]
-    halves = sum(part.sum() for part in both)
-    assert float(halves) == pytest.approx(4.0), "of two processes"
 
 
 def test_ratio_stats_by_hand():

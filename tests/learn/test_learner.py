@@ -497,21 +497,6 @@ def test_importance_weights_by_hand():
     assert {name: float(x) for name, x in parts.items()} == pytest.approx(expected)
 
 
-def test_the_loss_of_positive_examples_by_hand():
-    """Two of three tokens are of a right answer; their mean −log π is added, at a price, to the surrogate."""
-    mask, now = torch.tensor([[True, True], [True, False]]), torch.tensor([[0.5, 0.2], [0.4, 0.9]]).log()
-    positive = torch.tensor([[1.5, 1.5], [0.0, 0.0]])
-    rows = Experience({}, mask, mask.sum(1), now, None, torch.ones(2, 2), torch.zeros(2, 2), positive=positive)
-    loss = MicroBatchLoss(Objective(positive_nll_coef=0.1), replace(rows, counts=[3.0, 3.0]))
-    logprobs = now[mask].requires_grad_()
-    total = loss(TokenStats(logprobs, None, None), slice(None))
-    expected = -(math.log(0.5) + math.log(0.2)) / 2
-    assert float(loss.parts["positive_nll"]) == pytest.approx(expected)
-    assert float(total.detach()) == pytest.approx(-1.0 + 0.1 * expected)
-    (gradient,) = torch.autograd.grad(total, logprobs)
-    torch.testing.assert_close(gradient, torch.tensor([-1 / 3 - 0.05, -1 / 3 - 0.05, -1 / 3]))
-
-
 @pytest.mark.parametrize(
     ("correct", "weights"), [("none", [1.0, 1.0, 1.0]), ("clip", [1.0, 1.4, 2.0]), ("mask", [1.0, 1.4, 0.0])]
 )

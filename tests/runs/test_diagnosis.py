@@ -467,12 +467,6 @@ def test_limits_of_the_checks_of_episodes(changes, found):
     assert names(rows[: first - 1], ended=False) == []
 
 
-def test_masked_groups_need_another_advice_than_truncated_texts():
-    config = CONFIG | {"ppo": {"mask_equal_groups": True}}
-    advice = [diagnose(sick("all_masked"), rules)[0].advice for rules in (CONFIG, config)]
-    assert ["ppo.mask_truncated" in advice[0], "ppo.mask_equal_groups" in advice[1]] == [True, True]
-
-
 def test_tools_that_time_out_need_another_advice():
     failing, late = diagnose(episodes(failed=0.8), CONFIG), diagnose(episodes(failed=0.1, timeout=0.7), CONFIG)
     assert [finding.title for finding in (*failing, *late)] == ["tools fail", "tools time out"]

@@ -272,41 +272,6 @@ def test_a_batch_of_completions_that_were_all_cut_off_has_credit_and_nothing_to_
     assert experience.advantages.isfinite().all()
 
 
-VERIFIED = {"ppo": UpdateConfig(mask_equal_groups=True, positive_nll_coef=0.1)}
-
-
-def test_groups_of_equal_rewards_are_left_out_of_the_loss(tokenizer):
-    """Rewards, not scores: one of the last two pays for its length."""
-    scored = scored_of(tokenizer, [1.0, 1.0, 0.0, 1.0, 1.0, 1.0], lengths=[1, 2, 1, 1, 1, 2])
-    rules = VERIFIED | UNSCALED | grouped(batch_size=6, estimator="leave_one_out")
-    rules["rollout"] = replace(rules["rollout"], max_new_tokens=2)
-    _, experience = credit_of(**rules, score=ScoreConfig(overlong=[1, 0.5])).give(scored)
-    assert experience.mask.any(1).tolist() == [T] * 6
-    batch, experience = credit_of(**rules).give(scored)
-    assert experience.mask.tolist() == [[F, F], [F, F], [T, F], [T, F], [F, F], [F, F]]
-    assert experience.advantages[2:4, 0].tolist() == pytest.approx([-1.0, 1.0])
-    assert experience.positive.tolist() == [[0.0, 0.0]] * 3 + [[2.0, 0.0]] + [[0.0, 0.0]] * 2
-    assert replace(batch, terms={"right": [0.0] * 6}).metrics(Processes())["masked"] == 0.75
-
-
-def test_a_run_learns_from_groups_that_differ_and_from_what_is_right(tmp_path):
-    args = small(
-        tmp_path / "run",
-        rollout=RolloutConfig(batch_size=16, per_prompt=2, max_new_tokens=8),
-        advantage=AdvantageConfig(estimator="group_relative"),
-        critic=NO_CRITIC,
-        ppo=replace(VERIFIED["ppo"], epochs=1, minibatches=2),
-    )
-    right = lambda completions, **columns: [float("good" in text) for text in completions]  # noqa: E731
-    metrics, samples = PPOTrainer(args=args, reward_funcs=right).iteration(1)
-    assert 0 < metrics["masked"] < 1
-    assert metrics["positive_nll"] > 0
-    pairs = [samples[row : row + 2] for row in range(0, len(samples), 2)]
-    for pair in pairs:
-        equal = pair[0]["reward"] == pair[1]["reward"]
-        assert [page.in_loss(sample) for sample in pair] == [not equal] * 2
-
-
 AUTO, PREFIXES = AdvantageConfig(lam="auto", whiten="none"), CriticConfig(prefix_every=1)
 
 

@@ -33,7 +33,7 @@ _NAMES = {
     "estimators": "Turns estimate estimate_by_turn",
     "logprobs": "token_loss token_stats",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values "
-    "positive_weights ratio_stats reduction_count smoothed_histogram token_weights value_loss weighted_sum",
+    "ratio_stats reduction_count smoothed_histogram token_weights value_loss weighted_sum",
     "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation moments "
     "moments_and_centred whiten whiten_with_divisor zero_outside",
     "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "

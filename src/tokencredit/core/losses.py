@@ -22,7 +22,7 @@ from tokencredit.core.argument_checks import (
     require_shape,
     require_tensors,
 )
-from tokencredit.core.masked import Reduce, at_least_float32, zero_outside
+from tokencredit.core.masked import at_least_float32, zero_outside
 from tokencredit.core.rewards import k1, k3
 
 Clip = float | tuple[float, float]
@@ -222,30 +222,6 @@ def token_weights(mask: Tensor, by: str = "token", count: Tensor | float | None 
     if by == "sequence" and mask.dim() > 1:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1.0)
     return weights / count
-
-
-def positive_weights(scores: Tensor, mask: Tensor, by: str = "token", reduce: Reduce | None = None) -> Tensor:
-    """Weights w₊ of the loss of positive examples, Σ weight · w₊ · (−log π): N / N₊ where the row's score is above 0.
-
-    N are all acted tokens and N₊ those of such rows, or by sequence the rows, so that a mean over N becomes one over
-    N₊. Yue et al. 2025 (VAPO, arXiv 2504.05118), "positive example LM loss": its mean is over the tokens of correct
-    answers.
-
-    Args:
-        scores: `[batch]`.
-        mask: bool `[batch, time]`.
-        by: as in `token_weights`.
-        reduce: sums over processes.
-
-    Returns:
-        float32 `[batch, time]`; 0 everywhere if no score is above 0.
-    """
-    require_tensors(scores=scores, mask=mask)
-    positive, shares = (scores > 0).unsqueeze(1), token_weights(mask, by, 1.0)
-    counts = torch.stack([shares.sum(), (shares * positive).sum()])
-    every, of_positive = counts if reduce is None else reduce(counts)
-    weights: Tensor = (mask & positive) * (every / of_positive.clamp(min=1))
-    return weights
 
 
 def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:

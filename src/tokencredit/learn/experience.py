@@ -41,8 +41,6 @@ class Experience:
     """Bool, true at the tokens in the value loss; None for `mask`."""
     weights: Tensor | None = None
     """Importance weights on the policy loss, from `core.off_policy.correction`; None for 1."""
-    positive: Tensor | None = None
-    """Weights of tokens in the loss of positive examples, from `core.losses.positive_weights`; None without it."""
     behavior_logprobs: Tensor | None = None
     """Log-probs under the policy that drew the tokens, if the update measures how far they are from its own."""
     age: Tensor | None = None

@@ -135,10 +135,9 @@ class Interpolation:
 
 @dataclass(frozen=True)
 class Objective:
-    """PPO's objective: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β / σ · KL − μ · w₊ log π); see `core.losses`.
+    """PPO's objective: Σ weight · (L_policy + c_vf · L_vf − c_ent · H + β / σ · KL); see `core.losses` for each term.
 
-    σ is what whitening divided the advantages by, so that β is a price in units of the reward. w₊ is
-    `Experience.positive`.
+    σ is what whitening divided the advantages by, so that β is a price in units of the reward.
 
     A different policy loss overrides `surrogate` and `clipped`; with `additive` false it receives all tokens of the
     rows in one call. `surrogate` may return metrics besides the losses, one number per token and name, which become
@@ -150,8 +149,6 @@ class Objective:
     value_clip: float | None = None
     value_coef: float = 0.5
     entropy_coef: float = 0.0
-    positive_nll_coef: float = 0.0
-    """μ."""
     kl_coef: float = 0.0
     """β of the KL in the loss."""
     kl_estimator: str | None = None
@@ -201,9 +198,7 @@ class Objective:
         surrogate, metrics = result if isinstance(result, tuple) else (result, {})
         if rows.weights is not None:
             surrogate = surrogate * rows.weights.flatten()[at]
-        positive = None if rows.positive is None else -rows.positive.flatten()[at] * now.logprobs
         parts = {"policy_loss": surrogate, "entropy_in_update": now.entropy, "kl_in_update": kl}
-        parts["positive_nll"] = positive
         own = {f"loss/{name}": numbers for name, numbers in metrics.items()}
         return own | {name: losses for name, losses in parts.items() if losses is not None}
 
@@ -225,8 +220,6 @@ class Objective:
         loss = parts["policy_loss"]
         if "entropy_in_update" in parts and self.entropy_coef != 0:
             loss = loss - self.entropy_coef * parts["entropy_in_update"]
-        if "positive_nll" in parts:
-            loss = loss + self.positive_nll_coef * parts["positive_nll"]
         return loss + self.kl_coef / divisor * parts["kl_in_update"] if "kl_in_update" in parts else loss
 
 

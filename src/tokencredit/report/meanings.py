@@ -16,7 +16,6 @@ MEANINGS = {
     "kl": "KL divergence from the reference: how far the policy has moved away from the model that it came from.",
     "kl_coef": "Price of a nat of KL, in units of reward.",
     "kl_in_update": "KL to the reference over the tokens of the update.",
-    "positive_nll": "Mean −log π of the tokens of completions with a score above 0, in the update.",
     "log_ratio": "Sum of log π − log reference over a completion, of filtered or older samples; no estimate of the KL.",
     "ref_logprob": "Log-probability that the reference gives to sampled tokens; falls as texts become unlike its own.",
     "entropy": "Randomness of the next token: near 0 the policy always writes the same.",

@@ -209,17 +209,10 @@ class UpdateConfig(PPOSettings):
     mask_truncated: bool = False
     """Mask truncated completions out of the loss, the value loss included. Their scores still count in groups, running
     means and score.normalize."""
-    mask_equal_groups: bool = setting(
-        False, needs=("advantage.estimator: group_relative, leave_one_out", "reduction: not constant")
-    )
-    """Mask groups whose completions all earn the same reward out of the loss, so that the mean is over the others."""
-    positive_nll_coef: float = setting(0.0, at_least=0)
-    """Weight of the negative log-likelihood of completions with a score above 0, for verifiers (VAPO takes 0.1)."""
 
     def objective(self, critic: CriticTraining) -> dict[str, Any]:
         """Arguments of `learn.objective.Objective`."""
-        own = {"reduction": self.reduction, "positive_nll_coef": self.positive_nll_coef}
-        return super().objective(critic) | own
+        return super().objective(critic) | {"reduction": self.reduction}
 
 
 ADAPTED = (1e-5, 10.0)

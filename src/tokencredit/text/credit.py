@@ -14,7 +14,6 @@ from torch import Tensor
 from tokencredit.core.episodes import EpisodeBounds
 from tokencredit.core.estimator_table import INPUTS, named
 from tokencredit.core.estimators import Turns, estimate, estimate_by_turn
-from tokencredit.core.losses import positive_weights
 from tokencredit.core.masked import VARIANCE_GUARD, Reduce, moments, whiten, whiten_with_divisor
 from tokencredit.core.off_policy import correction
 from tokencredit.core.rewards import kl_of_next, overlong_penalty, token_rewards
@@ -98,7 +97,7 @@ class Credit:
             self.own.fit(**named(self.own.fit, known))
             self.state_checked = self.state_checked or self.own.check_state(partial(self._own_values, scored))
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
-        in_loss = self._in_loss(scored)
+        in_loss = self._in_loss(rollout)
         batch = replace(
             scored,
             rewards=rewards,
@@ -107,7 +106,7 @@ class Credit:
             in_loss=in_loss,
             valued=self.valued(rollout),
             weights=self._weights(rollout),
-            masks=args.ppo.mask_truncated or args.ppo.mask_equal_groups,
+            masks=args.ppo.mask_truncated,
         )
         # Whiten what the update reads; records keep advantages in units of the reward.
         divisor: Tensor | float = 1.0
@@ -123,7 +122,7 @@ class Credit:
         score_rewards, kl_rewards = self._rewards(scored, self.normalize(scored.scores))
         scored = self._with_fit(scored, score_rewards + kl_rewards)
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, estimator)
-        rollout = replace(scored.rollout, mask=self._in_loss(scored))
+        rollout = replace(scored.rollout, mask=self._in_loss(scored.rollout))
         return replace(scored, returns=returns), self._experience(scored, rollout, advantages, returns)
 
     def _with_fit(self, scored: Batch, rewards: Tensor) -> Batch:
@@ -134,7 +133,7 @@ class Credit:
             return scored
         rollout, options = scored.rollout, {"gamma": self.args.advantage.gamma}
         returns, _ = estimate("reward_to_go", rewards, options=options, **self._where(scored))
-        batch = (rollout.values, returns, self._in_loss(scored), self.first, self.reduce)
+        batch = (rollout.values, returns, self._in_loss(rollout), self.first, self.reduce)
         fitted, values = self.prefixes.values(scored.prefixes, *batch)
         if scored.ended is not None:
             self.prefixes.try_end(scored.ended, scored.prefixes, *batch)
@@ -148,7 +147,7 @@ class Credit:
         def advantages(lam: float) -> Tensor:
             return estimate("gae", rewards, rollout.values, options={"gamma": gamma, "lam": lam}, **where)[0]
 
-        self.lam_choice.update(advantages, rollout.response_ids, self._in_loss(scored), self.first, self.reduce)
+        self.lam_choice.update(advantages, rollout.response_ids, self._in_loss(rollout), self.first, self.reduce)
 
     @property
     def lam(self) -> float:
@@ -167,14 +166,9 @@ class Credit:
             followed["critic_share"] = self.prefixes.share
         return {"kl_coef": self.kl.coef} | followed
 
-    def _in_loss(self, scored: Batch) -> Tensor:
+    def _in_loss(self, rollout: Rollout) -> Tensor:
         """True at tokens in the loss."""
-        rollout, args = scored.rollout, self.args.ppo
-        masked = rollout.truncated & args.mask_truncated
-        if args.mask_equal_groups:
-            groups = self.totals(scored).view(-1, self.args.rollout.per_prompt)
-            masked |= (groups == groups[:, :1]).all(1).repeat_interleave(groups.shape[1])
-        return rollout.mask & ~masked.unsqueeze(1)
+        return rollout.mask & ~(rollout.truncated.unsqueeze(1) & self.args.ppo.mask_truncated)
 
     def _weights(self, rollout: Rollout) -> Tensor | None:
         """Importance weights of the tokens; None without a correction, or if they change with the proximal policy."""
@@ -340,9 +334,6 @@ class Credit:
             inputs["ref_hidden"] = reference.hidden
         if rollout.support is not None:
             inputs["support"] = rollout.support
-        positive, ppo = None, self.args.ppo
-        if ppo.positive_nll_coef > 0:
-            positive = positive_weights(scored.total_scores(), rollout.mask, ppo.reduction, self.reduce)
         logprobs, behavior, age = self._policies(rollout)
         values = rollout.values
         if scored.fitted is not None:  # the critic learns what the fit leaves
@@ -359,7 +350,6 @@ class Credit:
             value_mask=None if valued is None else valued & rollout.mask,
             behavior_logprobs=behavior,
             age=age,
-            positive=positive,
         )
 
     def state_dict(self) -> dict[str, dict[str, Any]]:

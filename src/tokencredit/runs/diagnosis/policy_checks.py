@@ -172,15 +172,11 @@ def all_masked(run: Evidence) -> Finding | None:
     """No completion is left in the loss."""
     if not run.last("masked") > 0.99:
         return None
-    why, setting, change = "All were truncated", "ppo.mask_truncated", "raise rollout.max_new_tokens"
-    if run.setting("ppo.mask_equal_groups") and not run.last("truncated") > 0.99:
-        why, setting = "The rewards within each group are equal", "ppo.mask_equal_groups"
-        change = "change the prompts, which are solved always or never"
     return Finding(
         "no completion is left in the loss",
         run.where("masked"),
-        f"{why}, and {setting} masks those out: no step is taken.",
-        (change, f"leave out {setting}"),
+        "All were truncated, and ppo.mask_truncated masks those out: no step is taken.",
+        ("raise rollout.max_new_tokens", "leave out ppo.mask_truncated"),
     )
 
 

@@ -121,7 +121,7 @@ NAMES = {
     "none (checkpoints hold everything; policy/ is in Hugging Face's format)": "ckpt.* save_hf_ckpt load_checkpoint",
     "none (no mean of the weights is kept)": "train.enable_ema train.ema_beta",
     "none (batches are sampled ahead by rollout.max_age)": "train.async_* train.partial_rollout_enable",
-    "none (ppo.mask_equal_groups masks groups of equal rewards)": "algo.dynamic_filtering_* dynamic_filtering*",
+    "none (prompts are not filtered by their scores)": "algo.dynamic_filtering_* dynamic_filtering*",
     "none (Adam's are 0.9 and 0.999)": "actor.adam.betas",
     "none (only texts are trained on)": "data.image_key data.max_images_per_prompt actor.freeze_visual_encoder",
     "none (one data set, read whole)": "data.prompt_probs data.dataloader_num_workers data.disable_fast_tokenizer",

@@ -1,0 +1,28 @@
+"""Two methods for verifiers, as an own loss and an own estimator; findings.md, chapter 15, saw no gain in either."""
+
+import torch
+
+from tokencredit.core import group_relative
+
+
+def with_positive_nll(ratio, logprobs, advantages, returns, mask, clip, coef=0.1):
+    """PPO's loss, and `coef` times the mean −log π over tokens of solved problems (VAPO, arXiv 2504.05118).
+
+    The mean is over a minibatch. Returns must be λ = 1's without a KL in the reward: then each is the row's reward.
+    """
+    low, high = clip
+    surrogate = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    solved = mask & (returns > 0.5)
+    positive_nll = -logprobs * solved * (mask.sum() / solved.sum().clamp(min=1))
+    return surrogate + coef * positive_nll, {"positive_nll": positive_nll}
+
+
+def differing_groups(rewards, group_size, **where):
+    """GRPO's advantages, with a mean over the groups whose rewards differ (DAPO's filter, arXiv 2503.14476).
+
+    Groups of equal rewards have advantages of 0, so that leaving them out of a mean over rows is a factor.
+    """
+    advantages, returns = group_relative(rewards, group_size=group_size, **where)
+    groups = rewards.sum(1).view(-1, group_size)
+    differ = (groups != groups[:, :1]).any(1)
+    return advantages * len(groups) / differ.sum().clamp(min=1), returns
