@@ -217,7 +217,11 @@ TUNED = {
         says("story"),
     ),
     "agent of the policy gradient": Run(
-        CARTPOLE | {"algorithm": "policy_gradient", "optim.lr": 5e-3, "steps": 256}, iterations=60
+        CARTPOLE | {"algorithm": "policy_gradient", "optim.lr": 5e-3, "steps": 256},
+        iterations=60,
+        fault="critic_lags",
+        cure={"critic.lr": 5e-3, "critic.epochs": 10, "critic.clip": None},
+        better=("train/average_return", 1),
     ),
     "agent of continuous actions": Run(PENDULUM, iterations=60),
     "hacked by commas": Run(

@@ -129,6 +129,9 @@ def test_the_page_fits_narrow_and_wide_windows_in_light_and_dark(browser, run_fo
             for name in ("color", "backgroundColor")
         )
         assert contrast(ink, ground) > 7
+    # Two iterations stand beside each other; where they do not fit, the last stands alone.
+    assert selected(browser, 0) == ("3" if width == 400 else "1")
+    assert browser.find_element(By.ID, "pane1").is_displayed() == (width > 400)
 
 
 @pytest.mark.proof

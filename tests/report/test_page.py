@@ -137,19 +137,21 @@ def test_the_page_of_a_long_run_stays_small(last):
 
 
 @pytest.mark.parametrize(
-    ("advantages", "opened"),
+    ("advantages", "opened", "said"),
     [
-        ([[0.01, 0.01], [0.0, 0.4], [0.5, -0.5], [0.3, 0.3]], [2, 3]),  # the first and the last are flat
-        ([[0.004, 0.0], [0.4, 0.0], [0.1, 0.0]], [2, 3]),  # a hundredth of the largest deviation, and a quarter
-        ([[0.0, 0.0], [0.5, -0.5]], [2]),
-        ([[0.2, 0.2], [0.0, 0.0]], [2]),  # none varies: the last
-        ([[1.0, 0.0], [0.5, 0.0], [0.9, 0.0]], [1, 3]),
+        ([[0.01, 0.01], [0.0, 0.4], [0.5, -0.5], [0.3, 0.3]], [2, 3], "before 2 or after 3"),  # both ends are flat
+        ([[0.004, 0.0], [0.4, 0.0], [0.1, 0.0]], [2, 3], "before 2"),  # 0.01 of the largest deviation, and 0.25
+        ([[0.0, 0.0], [0.5, -0.5]], [2], "before 2"),
+        ([[0.2, 0.2], [0.0, 0.0]], [2], "before 2"),  # none varies: the last
+        ([[1.0, 0.0], [0.5, 0.0], [0.9, 0.0]], [1, 3], None),
     ],
 )
-def test_the_page_opens_at_iterations_whose_advantages_vary(advantages, opened):
+def test_the_page_opens_at_iterations_whose_advantages_vary_and_says_so(advantages, opened, said):
     samples = [sample(i, tokens=2, advantages=row) for i, row in enumerate(advantages, start=1)]
     metrics = [{"iteration": i, "reward": 1.0} for i in range(1, len(advantages) + 1)]
-    assert data_of(render(made(samples, metrics)))["opened"] == opened
+    page = render(made(samples, metrics))
+    assert data_of(page)["opened"] == opened
+    assert re.findall("opens on no iteration (.*): advantages hardly vary there", page) == [said] * bool(said)
 
 
 def test_the_headline_metric_is_drawn_first_and_once():

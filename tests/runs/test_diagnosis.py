@@ -280,8 +280,13 @@ def test_around_the_policy_that_drew_no_first_ratio_has_to_be_1():
 
 
 def test_every_check_has_a_case():
-    others = {"still_warming", "truncated_support", "hollow_score"}  # of other settings, in tests of their own
+    others = {"still_warming", "truncated_support", "hollow_score", "critic_lags"}  # in tests of their own
     assert {check.__name__ for _, check, _ in CHECKS} == {*DISEASES, *others}
+
+
+def test_evaluations_that_are_as_good_as_training_need_not_rise():
+    solved = [row | {"eval/reward": 1.0} for row in healthy()]
+    assert names(solved) == []
 
 
 @pytest.mark.parametrize("section", sorted({section for *_, section in CHECKS}))
@@ -584,6 +589,32 @@ def test_an_agent_that_learns_is_not_accused():
         assert names(agent(iterations), AGENT, ended=iterations == 20) == []
     shared = AGENT | {"critic": {"kind": "shared", "coef": 1.0}}
     assert names(agent(), shared) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "advantage", "deviation", "found"),
+    [
+        (22.4, 10.0, 4.0, True),  # as CartPole in the notebook, with values clipped
+        (0.1, 14.0, 4.0, True),  # as with critic.lr: 1e-5
+        (-12.0, -11.0, 5.0, True),
+        (69.0, 1.8, 6.9, False),  # as recipes/control/cartpole.yaml
+        (2.9, 0.021, 0.005, False),  # as pendulum.yaml, solved: a small distance, and hardly any spread
+    ],
+)
+def test_an_agents_critic_that_returns_outgrow_is_named_at_the_end(value, advantage, deviation, found):
+    columns = {"value_mean": value, "advantage_mean": advantage, "advantage_std": deviation}
+    rows = agent(40, **columns)
+    assert names(rows, AGENT) == ["critic_lags"] * found
+    assert names(rows, AGENT, ended=False) == names(rows[:39], AGENT) == []
+    if found:
+        clipped, plain = AGENT | {"critic": {"clip": 0.2}}, AGENT | {"algorithm": "policy_gradient"}
+        assert [diagnose(rows, config)[0].cures[0][:26] for config in (AGENT, clipped, plain)] == [
+            "raise critic.lr",
+            "raise critic.lr, and set c",
+            "give the critic more steps",
+        ]
+    texts = [row | {"value_mean": value, "advantage_mean": advantage, "advantage_std": deviation} for row in healthy()]
+    assert "critic_lags" not in names(texts)
 
 
 def test_agents_are_advised_keys_that_they_have():

@@ -193,13 +193,14 @@ def picture(options: Options) -> None:
     options.refuse_empty("out")
     from statistics import pstdev
 
-    from tokencredit.report.notebook import read_run
+    from tokencredit.report.notebook import Sample, read_run
     from tokencredit.runs.transcript import acted
 
     run = Path(options.run)
     if options.out is None:
         RunFolder(options.run).require_writable()
-    kept = read_run(run).samples
+    shown = read_run(run)
+    kept = shown.samples
     if not kept:
         raise ConfigError(f"{options.run!r} keeps no completions; run.samples sets their number, and agents have none")
     iterations = list(dict.fromkeys(sample["iteration"] for sample in kept))
@@ -213,7 +214,7 @@ def picture(options: Options) -> None:
         raise ConfigError(f"--row is {row}; the run keeps {len(found)} completions of iteration {number}")
     files = [run / "picture.svg", run / "picture.png"] if options.out is None else [Path(options.out)]
     try:
-        missing = found[row - 1].picture(*files, inches=options.width)
+        missing = Sample(shown, found[row - 1]).picture(*files, inches=options.width)
     except OSError as error:
         raise ConfigError(f"cannot write {str(files[0])!r}: {error.strerror}; give another --out") from error
     print(*files, sep="\n")

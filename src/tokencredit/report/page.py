@@ -88,6 +88,7 @@ def render(run: Run) -> str:
         trust=audit_view.trust(run),
         faded=audit_view.faded(run),
         fade=fade(run, samples),
+        passed_over=passed_over(samples),
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
         episode=episode,
@@ -168,6 +169,14 @@ def opened(samples: Sequence[Mapping[str, Any]]) -> list[int]:
     largest = max(spread.values(), default=0.0)
     varying = [number for number, deviation in spread.items() if deviation > 0 and deviation >= VARIES * largest]
     return list(dict.fromkeys([varying[0], varying[-1]] if varying else list(spread)[-1:]))
+
+
+def passed_over(samples: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the view opens on another iteration than the first or the last; None if it does not."""
+    shown, numbers = opened(samples), [sample["iteration"] for sample in samples]
+    sides = [f"before {shown[0]}"] if shown and shown[0] != numbers[0] else []
+    sides += [f"after {shown[-1]}"] if shown and shown[-1] != numbers[-1] else []
+    return f"The view opens on no iteration {' or '.join(sides)}: advantages hardly vary there." if sides else None
 
 
 def fade(run: Run, samples: Sequence[Mapping[str, Any]]) -> str | None:

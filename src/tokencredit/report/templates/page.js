@@ -102,7 +102,8 @@ function creditView() {
   const iterations = entries();
   const quantities = [...new Set(views.flatMap((sample) => Object.keys(sample.numbers)))];
   choices(by("quantity"), quantities.map((name) => [name, name]));
-  const first = audited.length ? iterations.at(-1) : opened[0]; // the audit, which a narrow screen shows first
+  const narrow = matchMedia("(max-width: 51rem)").matches; // panes would stand below each other: the last is enough
+  const first = audited.length ? iterations.at(-1) : narrow ? opened.at(-1) : opened[0]; // the audit comes first
   const panes = [by("pane0"), by("pane1")].map((pane, number) => {
     const select = make("select"), ramp = make("canvas", { width: 256, height: 1 });
     choices(select, iterations.map((i) => [i, i]));

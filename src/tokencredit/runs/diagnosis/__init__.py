@@ -34,6 +34,7 @@ EXPLAINS: dict[str, Sequence[str]] = {
     "equal_scores": STILL,
     "not_moved": STILL,
     "still_warming": STILL,
+    "critic_lags": ("explained_variance",),
     "clip_low": ("explained_variance", "flat_reward"),
     "explained_variance": ("flat_reward",),
     "stop_unused": ("truncated",),

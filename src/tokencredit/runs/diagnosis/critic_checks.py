@@ -9,12 +9,15 @@ from tokencredit.audit.verdict import NOISY
 from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import is_own, label_of
+from tokencredit.settings.run_kind import CONTROL
 
 FLAT = 0.3
 """Standard deviation of a critic's values relative to the true values, below which it is flat. Measured: `make
 doctor`."""
 FAR = 2.0
-"""Distance of values from rewards, in standard deviations of these, at which the critic lags."""
+"""Distance of values from rewards or returns, in standard deviations of these, at which the critic lags."""
+OUTGROWN = 0.2
+"""Distance of an agent's values from its returns, in the size of the values, below which they do not lag."""
 NOISE = 0.05
 """Explained variance below 0 that is chance."""
 GAIN = 0.05
@@ -80,6 +83,29 @@ def explained_variance(run: Evidence) -> Finding | None:
             "take larger batches (rollout.batch_size)",
             "take larger batches (env.number, steps)",
         ),
+    )
+
+
+def critic_lags(run: Evidence) -> Finding | None:
+    """An agent's values are still far from its returns at the end; a mean advantage, before whitening, is how far.
+
+    In the first iterations returns outgrow any critic.
+    """
+    last = slice(-SETTLED, None)
+    distance = abs(run.mean("advantage_mean", last))
+    far = distance > max(FAR * run.mean("advantage_std", last), OUTGROWN * abs(run.mean("value_mean", last)))
+    if run.run_kind is not CONTROL or not run.ended or len(run) < 4 * SETTLED or not far:
+        return None
+    once = run.setting("algorithm") == "policy_gradient"  # the critic takes one step per batch, without a clip
+    clipped = run.setting("critic.clip") is not None and not once
+    rate = "raise critic.lr" + ", and set critic.clip: null, which lets an update move values further" * clipped
+    steps = "give the critic more steps (critic.epochs)"
+    return Finding(
+        "the critic lags behind the returns",
+        "; ".join(map(run.where, ("value_mean", "advantage_mean", "advantage_std"))),
+        "Returns grew faster than its values, so that nearly every action looks better than expected, or worse. The "
+        "credit is then little but the sum of the rewards of the next 1/(1 − γλ) steps.",
+        _advice(run, *((steps, rate) if once else (rate, steps))),
     )
 
 
@@ -164,6 +190,7 @@ def lam_high(run: Evidence) -> Finding | None:
 
 CRITIC_CHECKS: tuple[tuple[int, Check, str], ...] = (
     (50, explained_variance, "docs/algorithms.md#normalisation"),
+    (32, critic_lags, "docs/control.md#from-reinforce-to-ppo"),
     (52, pretraining, "docs/algorithms.md#value-pretraining"),
     (58, critic_worse, "docs/audit.md#the-diagnosis"),
     (56, critic_flat, "docs/audit.md#the-diagnosis"),

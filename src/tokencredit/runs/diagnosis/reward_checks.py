@@ -129,14 +129,14 @@ def equal_scores(run: Evidence) -> Finding | None:
 
 
 def evaluation_disagrees(run: Evidence) -> Finding | None:
-    """The reward rises in training, and not in evaluations."""
+    """The reward rises in training, and not in evaluations, which end below it."""
     name = run.run_kind.evaluation
     scores = run.values(name, slice(None))
     if len(scores) < 3 or not run.learns():
         return None
     ends = max(1, len(scores) // 4)
-    rise = (sum(scores[-ends:]) - sum(scores[:ends])) / ends
-    if not rise < 0.1 * (run.last(run.reward) - run.first(run.reward)):
+    end, trained = sum(scores[-ends:]) / ends, run.last(run.reward)
+    if not (end < trained and end - sum(scores[:ends]) / ends < 0.1 * (trained - run.first(run.reward))):
         return None
     own = [f"eval.{key}" for key in ("max_new_tokens", "temperature") if run.setting(f"eval.{key}") is not None]
     return Finding(
