@@ -613,6 +613,8 @@ def test_an_agents_critic_that_returns_outgrow_is_named_at_the_end(value, advant
             "raise critic.lr, and set c",
             "give the critic more steps",
         ]
+    bare = [{name: x for name, x in row.items() if name != "value_mean"} for row in rows]
+    assert names(bare, AGENT) == [], "there is no critic"
     texts = [row | {"value_mean": value, "advantage_mean": advantage, "advantage_std": deviation} for row in healthy()]
     assert "critic_lags" not in names(texts)
 

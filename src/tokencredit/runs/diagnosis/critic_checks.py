@@ -91,9 +91,9 @@ def critic_lags(run: Evidence) -> Finding | None:
 
     In the first iterations returns outgrow any critic.
     """
-    last = slice(-SETTLED, None)
-    distance = abs(run.mean("advantage_mean", last))
-    far = distance > max(FAR * run.mean("advantage_std", last), OUTGROWN * abs(run.mean("value_mean", last)))
+    names = ("advantage_mean", "advantage_std", "value_mean")  # the last is NaN without a critic, and nothing is above
+    distance, spread, value = (abs(run.mean(name, slice(-SETTLED, None))) for name in names)
+    far = distance > FAR * spread and distance > OUTGROWN * value
     if run.run_kind is not CONTROL or not run.ended or len(run) < 4 * SETTLED or not far:
         return None
     once = run.setting("algorithm") == "policy_gradient"  # the critic takes one step per batch, without a clip
@@ -102,9 +102,9 @@ def critic_lags(run: Evidence) -> Finding | None:
     steps = "give the critic more steps (critic.epochs)"
     return Finding(
         "the critic lags behind the returns",
-        "; ".join(map(run.where, ("value_mean", "advantage_mean", "advantage_std"))),
+        "; ".join(map(run.where, names)),
         "Returns grew faster than its values, so that nearly every action looks better than expected, or worse. The "
-        "credit is then little but the sum of the rewards of the next 1/(1 − γλ) steps.",
+        "credit is then little but the sum of the rewards that follow.",
         _advice(run, *((steps, rate) if once else (rate, steps))),
     )
 
