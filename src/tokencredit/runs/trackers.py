@@ -103,9 +103,9 @@ class Trackers:
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """Log completions with their credit as a table, to trackers that have tables."""
-        rows = list(map(row_of, samples))
         for tracker in self.active:
             with self._reported(f"{tracker.name} lacks the samples of iteration {step}"):
+                rows = list(map(row_of, samples))
                 if tracker.name == "tensorboard":
                     tracker.writer.add_text("samples", markdown_table(rows), global_step=step)
                 elif tracker.name == "wandb":
