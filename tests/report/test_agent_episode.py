@@ -41,6 +41,7 @@ def test_it_is_told_in_words_with_actions_of_any_form(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"actions": [json.loads("[" * 600 + "]" * 600), 1]}, r"actions\[0\] is not a number or a list of numbers"),
         ({"actions": ["<b>", 1]}, r"actions\[0\] is not a number or a list of numbers"),
         ({"frames": [{"step": 0, "png": "x' onerror='alert(1)"}]}, r"frames\[0\]\.png is not a PNG file in base64"),
         ({"frames": [{"step": 1501, "png": PNG}]}, "a frame is of a step after the end"),

@@ -16,8 +16,9 @@ STEPS = 1_000
 PER_STEP = ("actions", "rewards", "values", "advantages")
 
 
-def _is_action(value: Any) -> bool:
-    return is_number(value) or (isinstance(value, list) and all(map(_is_action, value)))
+def _is_action(value: Any, axes: int = 32) -> bool:
+    nested = isinstance(value, list) and axes > 0  # more would be an attack on whatever reads them
+    return is_number(value) or (nested and all(_is_action(part, axes - 1) for part in value))
 
 
 FLAG = Leaf(lambda value: isinstance(value, bool), "true or false")
