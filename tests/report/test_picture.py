@@ -7,7 +7,7 @@ import struct
 from xml.etree import ElementTree
 
 import pytest
-from matplotlib.font_manager import fontManager
+from matplotlib.font_manager import FontEntry, fontManager
 
 from helpers.commands import refused
 from helpers.episodes import HOSTILE, grid
@@ -106,8 +106,12 @@ def test_lines_break_at_spaces_and_cjk_characters_and_in_words_that_are_wide():
     assert [piece.text for piece in broken[1]] == ["two", "three 你"]
 
 
-def test_characters_of_no_font_are_named(monkeypatch):
-    monkeypatch.setattr(fontManager, "ttflist", [font for font in fontManager.ttflist if font.name == FONT])
+def test_characters_of_no_font_are_named(monkeypatch, tmp_path):
+    broken = tmp_path / "broken.ttf"
+    broken.write_bytes(b"no font")
+    lost = [FontEntry(fname=str(file), name="Lost") for file in (tmp_path / "gone.ttf", broken)]
+    own = [font for font in fontManager.ttflist if font.name == FONT]
+    monkeypatch.setattr(fontManager, "ttflist", [*own, *lost])  # as Matplotlib's cache lists them
     sample = {"about": "$x_1$ 你", "prompt": "Наука ", "parts": [{"role": "", "tokens": []}]}
     assert draw(sample, "1", "svg", 6.5)[1] == "你"
 

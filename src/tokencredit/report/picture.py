@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -154,7 +155,8 @@ def fonts(text: str) -> tuple[list[str], str]:
     for font in order:
         if not missing or font.name.startswith("Last Resort"):  # which has a box for every character
             continue
-        if has := missing.intersection(map(chr, get_font(font.fname).get_charmap())):
-            names.append(font.name)
-            missing -= has
+        with suppress(OSError, RuntimeError):  # it is gone since Matplotlib listed it, or broken
+            if has := missing.intersection(map(chr, get_font(font.fname).get_charmap())):
+                names.append(font.name)
+                missing -= has
     return list(dict.fromkeys(names)), "".join(sorted(missing))
