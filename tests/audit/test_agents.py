@@ -314,7 +314,7 @@ def test_an_agent_sees_in_an_audit_what_it_sees_in_training(env, agent):
     auditor = AgentAuditor(args, policy, envs)
     with auditor._replays() as replays:
         (episode,) = auditor.episodes(replays, 1, generator(0, 1))
-        seen, paid_ = replays.normalized(episode.observations), replays.scaled_rewards(episode.rewards)
+        seen, paid_ = replays.normalized(episode.observations), auditor._scaled(episode)
     layer = envs
     while layer is not None:  # the training's own wrappers, no longer learning
         if hasattr(layer, "update_running_mean"):

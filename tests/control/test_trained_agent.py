@@ -11,7 +11,7 @@ from helpers.configs import control_config, quiet_agent
 from helpers.proofs import proofs
 from tokencredit.control.agent_evaluation import Player, load_agent
 from tokencredit.control.control_trainer import ControlTrainer
-from tokencredit.control.played_episode import scaled as as_learned
+from tokencredit.control.vector_environments import scaled_rewards
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentAdvantageConfig, AgentConfig, EnvConfig, EpisodesConfig
 
@@ -112,7 +112,7 @@ def test_the_credit_of_a_played_episode_is_gae_by_hand(scaled, bootstrap, tmp_pa
         after, *_ = state.step(episode.actions[-1])
         value = agent.agent.values(torch.tensor(after)).item()
         values = [*episode.values, value if bootstrap and not episode.terminated else 0.0]
-        scale = as_learned(torch.ones(1), agent.training, args.env.clip).item()
+        scale = scaled_rewards([1.0], agent.training, args.env.clip).item()
         assert (scale == 1) == (not scaled)
         expected, gamma, lam = 0.0, args.advantage.gamma, args.advantage.lam
         for t in reversed(range(len(episode.rewards))):

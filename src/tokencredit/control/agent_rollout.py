@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
@@ -95,6 +96,36 @@ class AgentRollout:
             advantages=rows(advantages),
             returns=rows(returns),
         )
+
+
+@torch.no_grad()
+def rollout_of(
+    agent: Agent,
+    observations: Sequence[Tensor],
+    actions: Sequence[Tensor],
+    rewards: Sequence[np.ndarray],
+    terminated: Sequence[bool],
+) -> AgentRollout:
+    """A rollout of whole episodes, a padded row each, which were `terminated` or cut off.
+
+    `observations` have one more entry than there are steps.
+    """
+    read, acted = (pad_sequence(list(x), batch_first=True) for x in (observations, actions))
+    lengths, time = torch.tensor([len(x) for x in actions]).unsqueeze(1), torch.arange(acted.shape[1])
+    values, last = agent.values(read), time == lengths - 1
+    ended = last & torch.tensor(terminated).unsqueeze(1)
+    return AgentRollout(
+        observations=read[:, :-1],
+        actions=acted,
+        mask=time < lengths,
+        logprobs=agent.distribution.logprobs(agent.outputs(read[:, :-1]), acted),
+        values=None if values is None else values[:, :-1],
+        rewards=pad_sequence([torch.from_numpy(x).float() for x in rewards], batch_first=True),
+        terminated=ended,
+        truncated=last & ~ended,
+        bootstrap=None if values is None else values[:, 1:],
+        episodes=[],
+    )
 
 
 class Collector:

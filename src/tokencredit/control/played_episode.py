@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_evaluation import EpisodesUnfinished, chosen, endless, no_display
-from tokencredit.control.agent_rollout import AgentRollout
+from tokencredit.control.agent_rollout import rollout_of
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
-from tokencredit.control.vector_environments import make_envs, share_statistics, statistics
+from tokencredit.control.vector_environments import make_envs, scaled_rewards, share_statistics
 from tokencredit.errors import RunStopped
 from tokencredit.report.agent_episode import STEPS
 from tokencredit.report.notebook import drawn
@@ -160,41 +160,21 @@ def play_episode(
     except Exception:  # of any type: an environment may fail because it is to be drawn
         film = Film()
         frames, actions, rewards, terminated = played(render=False, film=film)
-    learned = scaled(torch.tensor([rewards]), training, config.env.clip)
-    if not (torch.stack(frames).isfinite().all() and learned.isfinite().all()):
+    read, learned = torch.stack(frames, 1)[0], scaled_rewards(rewards, training, config.env.clip)
+    ends = terminated or not config.advantage.bootstrap
+    rollout = rollout_of(agent, [read], [torch.cat(actions)], [learned], [ends])
+    if not (read.isfinite().all() and rollout.rewards.isfinite().all()):
         raise RunStopped("the environment gave an observation or a reward that is not finite, which has no credit")
-    read, acted, last = torch.stack(frames, 1), torch.stack(actions, 1), torch.zeros(1, len(rewards))
-    last[0, -1] = 1
-    values = agent.values(read)
-    ends = last.bool() & (terminated or not config.advantage.bootstrap)
-    rollout = AgentRollout(
-        observations=read[:, :-1],
-        actions=acted,
-        mask=torch.ones_like(last, dtype=torch.bool),
-        logprobs=agent.distribution.logprobs(agent.outputs(read[0, :-1]), acted[0])[None],
-        values=None if values is None else values[:, :-1],
-        rewards=learned,
-        terminated=ends,
-        truncated=last.bool() & ~ends,
-        bootstrap=None if values is None else values[:, 1:],
-        episodes=[],
-    )
     advantages, _ = rollout.credit(advantage, agent)
     return PlayedEpisode(
-        observations=read[0, :-1].tolist(),
+        observations=read[:-1].tolist(),
         actions=[agent.distribution.to_env(action.numpy())[0] for action in actions],
         rewards=rewards,
-        values=None if values is None else values[0, :-1].tolist(),
+        values=None if rollout.values is None else rollout.values[0].tolist(),
         advantages=advantages[0].tolist(),
         terminated=terminated,
         frames=film.pictures(),
     )
-
-
-def scaled(rewards: Tensor, training: VectorEnv, clip: float) -> Tensor:
-    """Rewards as the critic learned them."""
-    scale = statistics(training).get("rewards")
-    return rewards if scale is None else (rewards / math.sqrt(float(scale.var) + 1e-8)).clamp(-clip, clip)
 
 
 def drawable(config: ControlConfig, training: VectorEnv) -> bool:

@@ -284,6 +284,12 @@ def statistics(envs: VectorEnv) -> dict[str, Any]:
     return by_name
 
 
+def scaled_rewards(rewards: Sequence[float], training: VectorEnv, clip: float) -> np.ndarray:
+    """Rewards as training counts them, float64."""
+    scaled, scale = np.asarray(rewards, dtype=np.float64), statistics(training).get("rewards")
+    return scaled if scale is None else np.clip(scaled / np.sqrt(scale.var + 1e-8), -clip, clip)
+
+
 def share_statistics(envs: VectorEnv, source: VectorEnv) -> None:
     """Normalise observations with another environment's statistics, without updating them."""
     for layer in wrappers(envs):

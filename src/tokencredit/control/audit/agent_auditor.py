@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from gymnasium.vector import VectorEnv
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tokencredit.audit.agreement import judge
 from tokencredit.audit.estimates import variants
 from tokencredit.audit.truth import FIRST_ROUND, STREAM, Means, Samples, Truth, generator, rounds, spread
 from tokencredit.control.agent import Agent
-from tokencredit.control.agent_rollout import AgentRollout
+from tokencredit.control.agent_rollout import AgentRollout, rollout_of
 from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
 from tokencredit.control.environment_wrappers import environment_errors
+from tokencredit.control.vector_environments import scaled_rewards
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
@@ -198,7 +198,7 @@ class AgentAuditor:
     @torch.no_grad()
     def _return(self, replays: Replays, trajectory: Trajectory) -> tuple[float, float]:
         """Discounted return of a continuation, and the weight of the bootstrap value in it."""
-        gamma, rewards = self.args.advantage.gamma, replays.scaled_rewards(trajectory.rewards)
+        gamma, rewards = self.args.advantage.gamma, self._scaled(trajectory)
         total = float(rewards @ gamma ** np.arange(len(rewards), dtype=np.float64))
         last_observation = replays.normalized(trajectory.observations[-1:])
         ended = trajectory.terminated or not self.args.advantage.bootstrap
@@ -208,32 +208,22 @@ class AgentAuditor:
         weight = gamma ** len(rewards)
         return total + weight * float(bootstrap), weight
 
-    @torch.no_grad()
     def rollout(self, replays: Replays, episodes: Sequence[Trajectory], random: torch.Generator) -> AgentRollout:
         """Pad episodes into a rollout, truncated as in training: after `steps` steps of a copy, or not at all."""
-        lengths = torch.tensor([len(episode.rewards) for episode in episodes])
-        observations = pad_sequence([replays.normalized(x.observations) for x in episodes], batch_first=True)
-        actions = pad_sequence([torch.stack(episode.actions) for episode in episodes], batch_first=True)
-        rewards = [torch.from_numpy(replays.scaled_rewards(episode.rewards)).float() for episode in episodes]
-        time = torch.arange(int(lengths.max()))
-        mask, last = time < lengths.unsqueeze(1), time == lengths.unsqueeze(1) - 1
-        offset = torch.randint(self.args.steps, (len(episodes), 1), generator=random)
-        cut = ((time + offset + 1) % self.args.steps == 0) & mask & (not self.args.whole_episodes)
-        limits_end = not self.args.advantage.bootstrap
-        ended = last & torch.tensor([[episode.terminated or limits_end] for episode in episodes])
-        values = self.agent.values(observations)
-        return AgentRollout(
-            observations=observations[:, :-1],
-            actions=actions,
-            mask=mask,
-            logprobs=self.agent.distribution.logprobs(self.agent.outputs(observations[:, :-1]), actions),
-            values=None if values is None else values[:, :-1],
-            rewards=pad_sequence(rewards, batch_first=True),
-            terminated=ended,
-            truncated=(cut | last) & ~ended,
-            bootstrap=None if values is None else values[:, 1:],
-            episodes=[],
+        rollout = rollout_of(
+            self.agent,
+            [replays.normalized(episode.observations) for episode in episodes],
+            [torch.stack(episode.actions) for episode in episodes],
+            [self._scaled(episode) for episode in episodes],
+            [episode.terminated or not self.args.advantage.bootstrap for episode in episodes],
         )
+        offset = torch.randint(self.args.steps, (len(episodes), 1), generator=random)
+        step = torch.arange(rollout.mask.shape[1]) + offset + 1
+        cut = (step % self.args.steps == 0) & rollout.mask & (not self.args.whole_episodes)
+        return replace(rollout, truncated=(rollout.truncated | cut) & ~rollout.terminated)
+
+    def _scaled(self, trajectory: Trajectory) -> np.ndarray:
+        return scaled_rewards(trajectory.rewards, self.training, self.args.env.clip)
 
     def estimates(self, rollout: AgentRollout) -> Iterator[tuple[str, Tensor]]:
         """Advantages of each estimator by label, before whitening."""

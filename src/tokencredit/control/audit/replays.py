@@ -15,7 +15,7 @@ from torch import Tensor
 from tokencredit.audit.fresh_randomness import NotReplayed, redraw
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
-from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, ReplayWrapper, ScaleReward
+from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, ReplayWrapper
 from tokencredit.control.vector_environments import base_env, make_envs, wrappers
 from tokencredit.errors import RunStopped
 from tokencredit.settings.control import ControlConfig
@@ -67,7 +67,7 @@ class Start(NamedTuple):
 class Replays:
     """Copies of an agent's environment, brought to any state of an episode by its seed and actions.
 
-    Observations are normalised, and rewards scaled and clipped, with the current training statistics.
+    Observations are normalised with the current training statistics.
     """
 
     def __init__(self, args: ControlConfig, agent: Agent, training: VectorEnv, number: int = COPIES):
@@ -83,7 +83,6 @@ class Replays:
         self.choices = isinstance(agent.distribution, Categorical) and agent.distribution.parts == 1
         """An action is a single discrete choice, whose probability is known."""
         self.observation_layer = next((x for x in wrappers(training) if isinstance(x, NormalizeObservation)), None)
-        self.reward_layer = next((x for x in wrappers(training) if isinstance(x, ScaleReward)), None)
 
     def close(self) -> None:
         """Close the copies."""
@@ -96,14 +95,6 @@ class Replays:
             normal = (flat - layer.obs_rms.mean) / np.sqrt(layer.obs_rms.var + layer.epsilon)
             flat = np.clip(normal, -self.args.env.clip, self.args.env.clip).astype(np.float32)
         return torch.from_numpy(flat)
-
-    def scaled_rewards(self, rewards: Sequence[float]) -> np.ndarray:
-        """Rewards as training counts them, float64."""
-        scaled = np.asarray(rewards, dtype=np.float64)
-        if (layer := self.reward_layer) is not None:
-            scaled = scaled / np.sqrt(layer.return_rms.var + layer.epsilon)
-            scaled = np.clip(scaled, -self.args.env.clip, self.args.env.clip)
-        return scaled
 
     @torch.no_grad()
     def play(self, starts: Iterable[Start], min_steps: int = 0) -> Iterator[tuple[Start, Trajectory]]:
