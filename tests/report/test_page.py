@@ -193,7 +193,12 @@ def test_the_head_says_what_was_trained_how_well_and_what_to_do():
 def test_the_page_says_that_an_untrained_critic_gives_only_the_fade_of_the_reward(values, said):
     samples = [sample(1, values=values), sample(2)]
     assert ("the critic knows nothing yet" in render(made(samples))) is said
-    for without in ({"estimator": "td"}, {"estimator": "monte_carlo"}, {"estimator": "gae", "lam": 1.0}):
+    for without in (
+        {"estimator": "td"},
+        {"estimator": "monte_carlo"},
+        {"estimator": "gae", "lam": 1.0},
+        {"unit": "turn"},
+    ):
         assert "the critic knows nothing yet" not in render(made(samples, advantage={"gamma": 1.0} | without))
 
 

@@ -181,7 +181,8 @@ def passed_over(samples: Sequence[Mapping[str, Any]]) -> str | None:
 
 def fade(run: Run, samples: Sequence[Mapping[str, Any]]) -> str | None:
     """What the credit of the first iteration shows, if its critic knows nothing yet; None otherwise, and without λ."""
-    if run.setting("advantage.estimator") not in (None, "gae", "decoupled_gae") or run.setting("advantage.lam") == 1:
+    estimator, lam, unit = (run.setting(f"advantage.{name}") for name in ("estimator", "lam", "unit"))
+    if estimator not in (None, "gae", "decoupled_gae") or lam == 1 or unit == "turn":
         return None
     first = [sample["numbers"] for sample in samples if sample["iteration"] == run.metrics[0]["iteration"]]
     values = [x for numbers in first for x in numbers.get("value", ()) if x is not None]
