@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,11 +15,12 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.fields import check_value, settings_of, unused
 from tokencredit.settings.foreign_names import misspelt
 from tokencredit.settings.projects.translation import Project, translate
-from tokencredit.settings.reader import Dumper
+from tokencredit.settings.reader import Dumper, read_yaml
 from tokencredit.settings.text import PPOConfig
 
 MAX_LISTED = 12
 """Names on the terminal; the file has all."""
+MAX_LABELS = 1000
 NEEDED = {
     "model.name": "no model is named",
     "reward": "no reward is named; the default rewards negative reviews of films",
@@ -141,6 +143,7 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
             made.left.setdefault(key, reason)
     for key in OPEN.keys() & made.left.keys():
         settings[key], made.origins[key] = OPEN[key], "left to you"
+    _choose_labels(made, given.get("num_labels"))
     for key, value in settings.items():
         if re.search(r"\$[\w({]|`", str(value)):
             made.left[key] = f"the shell sets a part of {value}; write what it is"
@@ -149,6 +152,41 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
         made.notes += [f"{name} is not known; did you mean {near}?"] * bool(near)
         made.without[name] = "not known" + bool(near) * f"; did you mean {near}?"
     return made
+
+
+def _choose_labels(made: Migrated, count: Any) -> None:
+    """Make a classifier of a reward model that has labels, and reward the last of them.
+
+    `count` is the number of its labels if the file has it; its folder has them all, if it is here.
+    """
+    for number, term in enumerate(made.settings["reward"]):
+        name = term.get("classifier", term.get("reward_model"))
+        if name is None or count == 1:
+            continue
+        known = count if isinstance(count, int) and count <= MAX_LABELS else 0
+        labels = _labels_of(name) or [f"LABEL_{i}" for i in range(known)]
+        if not labels:
+            made.notes.append(
+                f"labels of {name}, which is no folder of a classifier here; tokencredit train --check tells if it has "
+                "several: then give classifier and label in place of reward_model"
+            )
+        elif len(labels) > 1:
+            options = {key: value for key, value in term.items() if key not in ("classifier", "reward_model")}
+            made.settings["reward"][number] = {"classifier": name, "label": labels[-1]} | options
+            made.origins["reward"] += f"; a classifier of {', '.join(labels)}"
+            made.left[f"reward[{number}].label"] = f"the last of {', '.join(labels)} is written; name the one that is rewarded"
+
+
+def _labels_of(name: str) -> list[str]:
+    """The labels of the classifier in a folder; empty if it is not here, or another model."""
+    try:
+        config = read_yaml(Path(name).expanduser() / "config.json")
+    except ConfigError:
+        return []
+    heads, labels = str(config.get("architectures")), config.get("id2label")
+    if "SequenceClassification" in heads and labels is None:
+        return ["LABEL_0", "LABEL_1"]  # Transformers writes down other labels only
+    return list(map(str, labels.values())) if isinstance(labels, dict) else []
 
 
 def comment(text: str) -> str:
