@@ -174,7 +174,9 @@ def _choose_labels(made: Migrated, count: Any) -> None:
             options = {key: value for key, value in term.items() if key not in ("classifier", "reward_model")}
             made.settings["reward"][number] = {"classifier": name, "label": labels[-1]} | options
             made.origins["reward"] += f"; a classifier of {', '.join(labels)}"
-            made.left[f"reward[{number}].label"] = f"the last of {', '.join(labels)} is written; name the one that is rewarded"
+            made.left[f"reward[{number}].label"] = (
+                f"the last of {', '.join(labels)} is written; name the one that is rewarded"
+            )
 
 
 def _labels_of(name: str) -> list[str]:
