@@ -33,6 +33,8 @@ class RunStopped(RuntimeError):
     """A run that could not continue; the message says where and why, `stopped_by` briefly for the summary."""
 
     stopped_by = "an error"
+    parts = ""
+    """Pattern of the parts of a user, by argument or key, that have to be mended."""
 
 
 class EngineLost(RunStopped):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -332,7 +333,9 @@ def _failed(trainer: Trainer, number: int, error: BaseException) -> RunStopped:
     if (newest := saved(record.folder.path)[-1:]) and newest[0] < number - 1:
         lines.append(f"the newest checkpoint is of iteration {newest[0]}")
     kind = EngineLost if isinstance(error, EngineLost) else RunStopped
-    return kind("; ".join([*lines, record.how_to_resume()]))
+    # Code that failed is mended before the run goes on, and is then another than it began with.
+    mended = [key for key in record.parts if re.fullmatch(getattr(error, "parts", ""), key)]
+    return kind("; ".join([*lines, record.how_to_resume(mended)]))
 
 
 def _save_partial(trainer: Trainer, number: int, error: BaseException) -> Iterator[str]:

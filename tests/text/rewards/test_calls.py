@@ -23,6 +23,7 @@ from tokencredit.text.rewards.terms import score
 
 COMPLETIONS = ["one", "three"]
 LENGTHS = [3.0, 5.0]
+ALLOWED = """--run.allow_changed '["reward[0].function"]'"""
 SPENT = [
     MemoryError("too many"),
     torch.OutOfMemoryError("CUDA out of memory"),
@@ -302,4 +303,5 @@ def test_a_run_whose_reward_hangs_says_so_and_ends(tmp_path):
         "tokencredit: stopped in iteration 1: reward term 'hangs' exceeded its timeout of 0.2 s "
         "(the last of 2 tries); if the service is only slow"
     )
+    assert end.endswith(f"mend it, then resume with: tokencredit train --resume {tmp_path}/run {ALLOWED}")
     assert "Traceback" not in done.stderr

@@ -37,6 +37,7 @@ class RewardError(RunStopped):
     """A reward could not be computed; the message names the term and, if known, the text."""
 
     stopped_by = "a reward that could not be computed"
+    parts = r"reward_funcs.*|reward\[\d+\]\.function|env\.factory|environment_factory.*"
 
 
 class NonFiniteScore(RewardError):
