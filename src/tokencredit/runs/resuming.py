@@ -15,7 +15,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.environment import versions
 from tokencredit.provenance.parts import Part, label
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
-from tokencredit.runs.folder import size
+from tokencredit.runs.folder import read_parts, size
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, unused
 from tokencredit.settings.reader import read_yaml
@@ -228,6 +228,20 @@ def never_saved(run: Path, save_every: int) -> str:
     if saved(run) or save_every or not (run / "metrics.jsonl").is_file():
         return ""
     return "run.save_every is 0; begin a new run with another run.dir"
+
+
+def refuse_other_parts(run: Path, parts: Mapping[str, Part]) -> None:
+    """Raise `ConfigError` if a part is not the one that a run was trained with, by its digest.
+
+    Callbacks and prompts for evaluation take no part in an audit.
+    """
+    before = read_parts(run)
+    for key in sorted({*before, *parts}):
+        was, now = before.get(key), parts.get(key)
+        if key.startswith(("callbacks", "eval")) or (was and was["digest"]) == (now and now["digest"]):
+            continue
+        then, here = ("nothing" if part is None else label(part) for part in (was, now))
+        raise ConfigError(f"{key} is {here}; the run had {then}: give the same, or restore its file")
 
 
 def how_to_resume(run: Path, run_kind: RunKind, config: Mapping[str, Any], mended: Sequence[str] = ()) -> str:

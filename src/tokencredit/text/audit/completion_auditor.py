@@ -16,6 +16,7 @@ from tokencredit.audit.agreement import judge, true_numbers
 from tokencredit.audit.estimates import variants
 from tokencredit.audit.fresh_randomness import NotReplayed
 from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, spread
+from tokencredit.core.estimator_table import EstimatorFunction
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.learn.rng import isolated
@@ -24,7 +25,7 @@ from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.loop import AT_END, audit_at_end
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import History, Summary
-from tokencredit.settings.training import AuditConfig
+from tokencredit.settings.training import AdvantageConfig, AuditConfig
 from tokencredit.text.audit.continuations import Continuations, States, episode_start, run_in_all, states_of
 from tokencredit.text.audit.cost import PLANNED, Cost, Meter, Pace, expected
 from tokencredit.text.batch import Batch
@@ -33,6 +34,7 @@ from tokencredit.text.data.prefixes import scoring
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch
+from tokencredit.user_code.parts import inputs_of, load_estimator
 
 GROUP = 8
 """Group size of group estimators in an audit on request of a run with one completion per prompt."""
@@ -95,6 +97,25 @@ class CompletionAuditor:
     """Size of the audit; `every` is not read."""
     group: int = 1
     """Minimum group size of group estimators; the first completion of each group is audited."""
+    other: str | EstimatorFunction | None = None
+    """An estimator that is compared besides the run's own and those of `audit.estimates`."""
+
+    def beside(self, estimator: Any) -> CompletionAuditor:
+        """The auditor that compares this estimator too, a function or `FILE.py:NAME`; itself for None.
+
+        Raises:
+            ConfigError: it cannot be loaded, or needs what the run does not have.
+        """
+        if estimator is None:
+            return self
+        args, pipeline = self.credit.args, self.pipeline
+        # Scores of prefixes stand for the text alone where no usual end follows it.
+        bare = pipeline.prefix_every and scoring(pipeline.terms) and not self.credit.prefixes.end
+        inputs = [name for name in inputs_of(args) if name != "prefix_scores" or bare]
+        other = load_estimator(AdvantageConfig(estimator=estimator), inputs)
+        other.check_critic(args.critic)
+        entropy = pipeline.entropy or "entropy" in other.reads().inputs
+        return replace(self, pipeline=replace(pipeline, entropy=entropy), other=other.estimator)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for limits that exclude the audits of training."""
@@ -279,7 +300,7 @@ class CompletionAuditor:
         args, values = credit.advantage_now(), scored.rollout.values
         options, texts = args.options(), scored.dense is None and scored.bootstrap is None
         estimators = variants(
-            args.estimator, options, values=values is not None, texts=texts, groups=texts and group > 1
+            args.estimator, options, self.other, values=values is not None, texts=texts, groups=texts and group > 1
         )
         for label, variant in estimators.items():
             rollout = replace(scored.rollout, values=values if variant.critic else None)
