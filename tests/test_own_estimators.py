@@ -24,6 +24,7 @@ from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.reader import build, read_settings
 from tokencredit.settings.run_kind import foreign_code, read_config
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig
+from tokencredit.text.data.lam_choice import LAMS, WITHOUT_DATA
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 FILE = """
@@ -155,6 +156,24 @@ def test_a_function_that_works_in_place_changes_no_record(tmp_path):
     batch, _ = trainer.credit.give(trainer.collect())
     assert all(x.any() for x in (batch.rollout.mask, batch.rewards, batch.rollout.values))
     torch.testing.assert_close(batch.advantages, (batch.rewards - batch.rollout.values) * batch.rollout.mask)
+
+
+def test_an_automatic_lambda_reaches_the_own_estimator_as_a_number(tmp_path):
+    seen = []
+
+    def noting(rewards, values, lam):
+        seen.append(lam)
+        return rewards - values, rewards
+
+    def length(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    for reward, chosen in ((None, True), (length, False)):
+        args = text_config(tmp_path / str(chosen), advantage=AdvantageConfig(estimator=noting))
+        trainer = PPOTrainer(None, reward, args)
+        trainer.credit.give(trainer.collect())
+        assert seen[-1] == trainer.credit.lam == trainer.credit.metrics()["lam"]
+        assert seen[-1] in (LAMS if chosen else [WITHOUT_DATA])
 
 
 def test_prefix_scores_need_no_critic(tmp_path):

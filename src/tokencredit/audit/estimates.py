@@ -38,20 +38,14 @@ def spec_of(name: str | EstimatorFunction) -> Estimator:
 
 
 def variants(
-    name: str | EstimatorFunction,
-    options: Mapping[str, Any],
-    other: str | EstimatorFunction | None = None,
-    *,
-    values: bool,
-    texts: bool,
-    groups: bool,
+    name: str | EstimatorFunction, options: Mapping[str, Any], *, values: bool, texts: bool, groups: bool
 ) -> dict[str, Variant]:
-    """All estimators by label; the first is the run's own, `name` with its `options`, then the `other`.
+    """All estimators by label; the first is the run's own, `name` with its `options`.
 
     `values`: the run has a critic; `texts`: rows have one score each, as critic-free estimators need; `groups`: the
     rollout holds several completions per prompt.
     """
-    listed = [Variant(own, options) for own in (name, other) if own is not None]
+    listed = [Variant(name, options)]
     listed += [Variant(other, options) for other in ("td", "monte_carlo", "n_step", "length_adaptive_gae")]
     listed += [Variant("gae", {**options, "lam": lam}) for lam in LAMBDAS]
     listed += [Variant(other, options, critic=False) for other in ("reward_to_go", "total_return")]

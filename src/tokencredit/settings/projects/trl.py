@@ -18,7 +18,6 @@ from tokencredit.settings.projects.values import (
     layers,
     number,
     product,
-    reward_models,
     rows_per_pass,
     warmup,
     whitened,
@@ -37,12 +36,6 @@ def repository(push: Any, name: Any, folder: Any = None) -> Any:
     """The repository to which the policy is pushed, by default named as the output folder."""
     name = name or PurePath(folder or "").name
     return Without("the name of the repository is not given") if push and not name else name if push else DEFAULT
-
-
-def scored(labels: Any, *names: Any) -> Any:
-    """The term of a reward model; of a classifier, if the script gives it several labels."""
-    name = first(*names)
-    return name if name is DEFAULT else [{"classifier": name}] if (labels or 1) > 1 else reward_models(name)
 
 
 def quantization(four: Any, eight: Any) -> Any:
@@ -145,7 +138,6 @@ MODEL = {
     "prompts.dataset": "dataset_name",
     "prompts.config_name": "dataset_config",
     "prompts.split": "dataset_train_split",
-    "none (of a reward model; with several it is a classifier, whose label is rewarded)": "num_labels",
     "eval.split": "dataset_test_split",
     "none (nf4 is quantised twice, and computes in model.dtype)": "bnb_4bit_quant_type use_bnb_nested_quant "
     "bnb_4bit_compute_dtype bnb_4bit_quant_storage",
@@ -203,7 +195,7 @@ TRL = Project(
     },
     values={
         "model.name": ("sft_model_path model_name_or_path", first),
-        "reward": ("num_labels reward_model_path reward_model", scored),
+        "reward": ("reward_model_path reward_model", first),
         "critic.name": ("value_model_path reward_model_path reward_model", first),
         "rollout.batch_size": (f"batch_size {BATCH}", lambda whole, *parts: whole or product(*parts)),
         "ppo.minibatches": (
@@ -304,10 +296,7 @@ OLD_TRL = Project(
         "none (sampling is always on; rollout.temperature, top_k, top_p)": "do_sample pad_token_id eos_token_id",
     },
     values={
-        "reward": (
-            "num_labels reward_model",
-            lambda _, name: [{"classifier": name.rpartition(":")[2], "output": "logit"}],
-        ),
+        "reward": ("reward_model", lambda name: [{"classifier": name.rpartition(":")[2], "output": "logit"}]),
         "rollout.batch_size": ("batch_size world_size", product),
         "ppo.minibatches": (
             "batch_size mini_batch_size forward_batch_size gradient_accumulation_steps",

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.audit.agreement import judge, true_numbers
-from tokencredit.audit.estimates import variants
+from tokencredit.audit.estimates import Variant, label, variants
 from tokencredit.audit.fresh_randomness import NotReplayed
 from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, spread
 from tokencredit.core.estimator_table import EstimatorFunction
@@ -98,22 +98,21 @@ class CompletionAuditor:
     group: int = 1
     """Minimum group size of group estimators; the first completion of each group is audited."""
     other: str | EstimatorFunction | None = None
-    """An estimator that is compared besides the run's own and those of `audit.estimates`."""
+    """An estimator that is compared besides the run's own and ours."""
 
     def beside(self, estimator: Any) -> CompletionAuditor:
-        """The auditor that compares this estimator too, a function or `FILE.py:NAME`; itself for None.
+        """An auditor that also compares this estimator, a function or `FILE.py:NAME`, unless it is None.
 
-        Raises:
-            ConfigError: it cannot be loaded, or needs what the run does not have.
+        `ConfigError` if it cannot be loaded, or needs what the run does not have.
         """
         if estimator is None:
             return self
-        args, pipeline = self.credit.args, self.pipeline
-        # Scores of prefixes stand for the text alone where no usual end follows it.
+        pipeline = self.pipeline
+        # An estimator reads scores of the text alone, which those with the usual end are not.
         bare = pipeline.prefix_every and scoring(pipeline.terms) and not self.credit.prefixes.end
-        inputs = [name for name in inputs_of(args) if name != "prefix_scores" or bare]
+        inputs = [name for name in inputs_of(self.credit.args) if name != "prefix_scores" or bare]
         other = load_estimator(AdvantageConfig(estimator=estimator), inputs)
-        other.check_critic(args.critic)
+        other.check_critic(self.credit.args.critic)
         entropy = pipeline.entropy or "entropy" in other.reads().inputs
         return replace(self, pipeline=replace(pipeline, entropy=entropy), other=other.estimator)
 
@@ -300,12 +299,14 @@ class CompletionAuditor:
         args, values = credit.advantage_now(), scored.rollout.values
         options, texts = args.options(), scored.dense is None and scored.bootstrap is None
         estimators = variants(
-            args.estimator, options, self.other, values=values is not None, texts=texts, groups=texts and group > 1
+            args.estimator, options, values=values is not None, texts=texts, groups=texts and group > 1
         )
-        for label, variant in estimators.items():
+        if self.other is not None:
+            estimators.setdefault(label(self.other, options), Variant(self.other, options))
+        for name, variant in estimators.items():
             rollout = replace(scored.rollout, values=values if variant.critic else None)
             estimator = replace(args, **{**variant.options, "estimator": variant.name})
-            yield label, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
+            yield name, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
 
 
 def around(tokens: list[int], length: int) -> list[int]:

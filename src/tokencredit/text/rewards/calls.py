@@ -221,9 +221,7 @@ def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exce
     tries = f" (the last of {count} tries)" if count > 1 else ""
     if isinstance(error, RewardTimeout | OSError):
         return f"{_summary(term, error)}{tries}; if the service is only slow, raise the term's timeout or retries"
-    if isinstance(error, RewardError):
-        return f"{_summary(term, error)}{tries}"
-    return f"{_locate(term, columns, error)}{tries}"
+    return f"{_summary(term, error) if isinstance(error, RewardError) else _locate(term, columns, error)}{tries}"
 
 
 def _locate(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception) -> str:

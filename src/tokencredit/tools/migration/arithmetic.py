@@ -8,13 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 OPERATORS: dict[type, Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow},
+    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
 }
 MAX_NUMBER, MAX_POWER = 10**18, 64
 UNREADABLE = (ValueError, TypeError, ArithmeticError, SyntaxError, MemoryError, RecursionError)
@@ -22,16 +17,12 @@ UNREADABLE = (ValueError, TypeError, ArithmeticError, SyntaxError, MemoryError, 
 
 
 def computed(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of a literal, of a name with a known value, or of arithmetic on numbers up to 10¹⁸.
-
-    Raises:
-        Exception: one of `UNREADABLE`, for anything else.
-    """
+    """The value of a literal, of a known name, or of arithmetic on numbers up to 10¹⁸; raises one of `UNREADABLE`."""
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(computed(node.operand, names))
-    if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.func, ast.Name) and node.func.id == "int":
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "int" and len(node.args) == 1:
         return int(_number(computed(node.args[0], names)))
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = (_number(computed(side, names)) for side in (node.left, node.right))
@@ -57,16 +48,15 @@ def shell_sum(text: str) -> str:
 
 
 def constants(nodes: list[ast.AST]) -> dict[str, Any]:
-    """The last computable value of each name that a script assigns; none of a name whose last value is another."""
+    """The last value of each name that a script assigns, unless it cannot be computed."""
     found: dict[str, Any] = {}
     assignments = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
     for node in sorted(assignments, key=lambda node: node.lineno):
-        target, value = node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value
-        if isinstance(node, ast.AugAssign):
-            value = ast.BinOp(node.target, node.op, node.value)
-        if isinstance(target, ast.Name) and value is not None:
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if isinstance(target, ast.Name):
             try:
-                found[target.id] = computed(value, found)
+                step = ast.BinOp(target, node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
+                found[target.id] = computed(step, found)
             except UNREADABLE:
                 found.pop(target.id, None)
     return found

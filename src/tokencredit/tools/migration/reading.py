@@ -192,7 +192,9 @@ def python_source(text: str, file: Path) -> Source | None:
         return next((source for source in found if source), None)
     source = Source(None, {})
     critics = [x.value for x in nodes if isinstance(x, ast.keyword) and x.arg == "value_model"]
-    critics += [x.value for x in nodes if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "value_model"]
+    critics += [
+        x.value for x in nodes if isinstance(x, ast.Assign) and getattr(x.targets[0], "id", "") == "value_model"
+    ]
     for name, node in calls:
         values = call_arguments(name, node, node in configs[:1])
         if values and node in critics:  # of the reward model's class, and often of another folder

@@ -20,7 +20,6 @@ from tokencredit.settings.text import PPOConfig
 
 MAX_LISTED = 12
 """Names on the terminal; the file has all."""
-MAX_LABELS = 1000
 NEEDED = {
     "model.name": "no model is named",
     "reward": "no reward is named; the default rewards negative reviews of films",
@@ -116,7 +115,7 @@ class Migrated:
 
 def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Migrated:
     """A configuration that loads, of a project's settings; values that are refused here are left to the user."""
-    found = translate(project, given)
+    found = translate(project, {**given, "num_labels": None})
     made = Migrated(project.title, found.settings, found.origins, found.undecided, {}, notes, found.without)
     settings, known = made.settings, settings_of(PPOConfig)
     for key in list(settings):
@@ -155,16 +154,13 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
 
 
 def _choose_labels(made: Migrated, count: Any) -> None:
-    """Make a classifier of a reward model that has labels, and reward the last of them.
-
-    `count` is the number of its labels if the file has it; its folder has them all, if it is here.
-    """
+    """Make a classifier of a reward model with labels: those in its folder, or so many; the last is rewarded."""
+    known = min(count, 99) if isinstance(count, int) else 0
     for number, term in enumerate(made.settings["reward"]):
         name = term.get("classifier", term.get("reward_model"))
         if name is None or count == 1:
             continue
-        known = count if isinstance(count, int) and count <= MAX_LABELS else 0
-        labels = _labels_of(name) or [f"LABEL_{i}" for i in range(known)]
+        listed = ", ".join(labels := _labels_of(name) or [f"LABEL_{i}" for i in range(known)])
         if not labels:
             made.notes.append(
                 f"labels of {name}, which is no folder of a classifier here; tokencredit train --check tells if it has "
@@ -173,10 +169,8 @@ def _choose_labels(made: Migrated, count: Any) -> None:
         elif len(labels) > 1:
             options = {key: value for key, value in term.items() if key not in ("classifier", "reward_model")}
             made.settings["reward"][number] = {"classifier": name, "label": labels[-1]} | options
-            made.origins["reward"] += f"; a classifier of {', '.join(labels)}"
-            made.left[f"reward[{number}].label"] = (
-                f"the last of {', '.join(labels)} is written; name the one that is rewarded"
-            )
+            made.origins["reward"] += f"; a classifier of {listed}"
+            made.left[f"reward[{number}].label"] = f"the last of {listed} is written; name the one that is rewarded"
 
 
 def _labels_of(name: str) -> list[str]:
