@@ -80,9 +80,7 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
     if run_kind_of(read_yaml(run_config_file(run))) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
         if options.calls or options.tokens or options.reward or options.dataset or options.estimator:
-            raise ConfigError(
-                "--calls, --tokens, --reward, --prompts.dataset and --estimator are for texts; leave them out"
-            )
+            raise ConfigError("--calls, --tokens, --reward, --prompts.dataset and --estimator are for texts")
         require_gymnasium()
         return audit_agent(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
     config = read_config(run / "config.yaml", PPOConfig, options.no_code)

@@ -215,8 +215,7 @@ class Processes:
 
     def close(self) -> None:
         """Leave the job; for commands, at their end. Wrapped models cannot train any more."""
-        # They hold the process group, and whoever drops it last holds Python's lock while the group waits for its
-        # threads, which may wait for that lock.
+        # A reducer that drops the process group last holds Python's lock, for which the group's threads may wait.
         for model in Processes._wrapped:
             for name in ("process_group", "reducer", "logger"):
                 vars(model).pop(name, None)

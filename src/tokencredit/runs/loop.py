@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -256,7 +255,7 @@ def read_back(trainer: Trainer, number: int | None = None) -> int:
     refuse_other_parts(run, record.parts)
     number, state = at_iteration(run, number, record.processes, trainer.sharded_tensors())
     load(trainer, state, set())
-    for row in islice(read_metrics(run / "metrics.jsonl"), number):
+    for row in [*read_metrics(run / "metrics.jsonl")][:number]:
         record.history.append(row)
     return number
 

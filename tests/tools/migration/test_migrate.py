@@ -189,7 +189,7 @@ LOAD = "AutoModelForSequenceClassification.from_pretrained"
         ({"id2label": {"0": "LABEL_0"}}, "", ("reward_model", None), None),
         (None, ", num_labels=2", ("classifier", "LABEL_1"), "the last of LABEL_0, LABEL_1 is written"),
         (None, ", num_labels=1", ("reward_model", None), None),
-        (None, "", ("reward_model", None), "tokencredit train --check tells if it has several"),
+        (None, "", ("reward_model", None), "no folder here: if --check finds any, set classifier and label"),
     ],
 )
 def test_a_reward_model_with_labels_is_a_classifier(config, labels, term, said, tmp_path, capsys):

@@ -74,15 +74,15 @@ class Audit:
         samples = self.batch.samples(tokenizer, self.rows)
         return [sample | true_numbers(self.truth, row, len(sample["tokens"])) for row, sample in enumerate(samples)]
 
-    def record(self, number: int, settings: AuditConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """This process's part of audit.json, without the findings."""
+    def record(self, number: int, settings: AuditConfig, pipeline: Pipeline) -> dict[str, Any]:
+        """The contents of audit.json: the findings, and this process's samples."""
         return {
             "iteration": number,
             "settings": {name: getattr(settings, name) for name in ("completions", "continuations", "states")},
             "continuations": self.continuations,
             "seconds": self.cost.seconds,
-            "samples": [{"iteration": number, **sample} for sample in self.samples(tokenizer)],
-        }
+            "samples": [{"iteration": number, **sample} for sample in self.samples(pipeline.tokenizer)],
+        } | self.judge(pipeline.processes)
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,7 @@ class CompletionAuditor:
     """An estimator that is compared besides the run's own and ours."""
 
     def beside(self, estimator: Any) -> CompletionAuditor:
-        """An auditor that also compares this estimator, a function or `FILE.py:NAME`, unless it is None.
-
-        `ConfigError` if it cannot be loaded, or needs what the run does not have.
-        """
+        """An auditor that compares a function or `FILE.py:NAME` too, if given; `ConfigError` if it cannot work."""
         if estimator is None:
             return self
         pipeline = self.pipeline
@@ -184,8 +181,7 @@ class CompletionAuditor:
         group = GROUP if self.credit.args.rollout.per_prompt == 1 else self.group
         auditor = replace(self, settings=settings, group=group)
         say(f"this audit: about {auditor.expected(rows)}")
-        audit = auditor.audit(number)
-        return audit.record(number, settings, self.pipeline.tokenizer) | audit.judge(self.pipeline.processes)
+        return auditor.audit(number).record(number, settings, self.pipeline)
 
     def write(self, record: RunRecord, settings: AuditConfig | None) -> AuditRecord:
         """Audit the policy as it is now, of all states by default: writes, shows and returns the audit."""
@@ -250,10 +246,9 @@ class CompletionAuditor:
     def _staged(self, number: int, stages: Stages) -> dict[str, Any]:
         """An audit as audit.json holds it, as a stage of the run, whose callbacks may add metrics."""
         with stages("audit") as results:
-            audit = self.audit(number)
-            findings = audit.judge(self.pipeline.processes)
-            results["metrics"] = findings["metrics"]
-        return audit.record(number, self.settings, self.pipeline.tokenizer) | findings
+            audit = self.audit(number).record(number, self.settings, self.pipeline)
+            results["metrics"] = audit["metrics"]
+        return audit
 
     def _collect(self, place: int, group: int, random: torch.Generator) -> Batch:
         """Collect this process's fresh completions, in whole groups."""

@@ -48,7 +48,6 @@ class MalformedResult(RewardError):
     """A function returned something other than one entry per completion, each a number, None or one per token."""
 
 
-UNCHANGED = (ConfigError, NonFiniteScore, MalformedResult)
 REPEATING = (NameError, ImportError, SyntaxError, NotImplementedError)
 """Errors that a further try would repeat: they lie in settings or code, not in a service."""
 
@@ -139,7 +138,7 @@ def _call_with_retries(
         try:
             return read(call())
         except Exception as error:
-            if isinstance(error, UNCHANGED) or out_of_memory(error):
+            if isinstance(error, ConfigError | NonFiniteScore | MalformedResult) or out_of_memory(error):
                 raise
             if retries <= 0 or isinstance(error, REPEATING):
                 tries = term.retries - retries + 1

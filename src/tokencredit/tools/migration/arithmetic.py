@@ -13,7 +13,6 @@ OPERATORS: dict[type, Any] = {
 }
 MAX_NUMBER, MAX_POWER = 10**18, 64
 UNREADABLE = (ValueError, TypeError, ArithmeticError, SyntaxError, MemoryError, RecursionError)
-"""Errors of what is no such expression."""
 
 
 def computed(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -53,10 +52,10 @@ def constants(nodes: list[ast.AST]) -> dict[str, Any]:
     assignments = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
     for node in sorted(assignments, key=lambda node: node.lineno):
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        if isinstance(target, ast.Name):
-            try:
-                step = ast.BinOp(target, node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
-                found[target.id] = computed(step, found)
-            except UNREADABLE:
-                found.pop(target.id, None)
+        name, value = getattr(target, "id", ""), node.value or target
+        step = ast.BinOp(target, node.op, value) if isinstance(node, ast.AugAssign) else value
+        try:
+            found[name] = computed(step, found)
+        except UNREADABLE:
+            found.pop(name, None)
     return found
