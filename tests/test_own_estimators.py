@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch
 import yaml
 from torch.nn.functional import pad
 
-from helpers.configs import control_config, text_config
+from helpers.configs import control_config, quiet, text_config
 from helpers.files import read_metrics, without_times
 from tokencredit import ControlConfig, PPOConfig
 from tokencredit.cli import main
@@ -23,6 +24,7 @@ from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.reader import build, read_settings
 from tokencredit.settings.run_kind import foreign_code, read_config
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig
+from tokencredit.text.data.lam_choice import LAMS, WITHOUT_DATA
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 FILE = """
@@ -63,7 +65,8 @@ def runs(tmp_path_factory):
     for name, estimator in {"ours": "gae", "file": f"{folder}/mine.py:my_gae"}.items():
         advantage = AdvantageConfig(estimator=estimator, **LAM)
         audit = AuditConfig(every=2, completions=4, continuations=2, states=2)
-        PPOTrainer(args=text_config(folder / name, 2, advantage=advantage, audit=audit)).train()
+        run = quiet(folder / name, 2, save_every=2)
+        PPOTrainer(args=text_config(folder / name, run=run, advantage=advantage, audit=audit)).train()
     return folder
 
 
@@ -77,6 +80,28 @@ def test_the_audit_is_under_the_own_name_beside_all_others(runs):
     assert own["shown"] == "my_gae (mine.py), λ = 0.9"
     assert set(own["estimators"]) == {own["shown"], *ours["estimators"]}
     assert own["estimators"][own["shown"]] == ours["estimators"]["gae, λ = 0.9"]
+
+
+def test_any_run_is_audited_with_an_estimator_of_ones_own_beside_its_own(runs, tmp_path, capsys):
+    run, mine = tmp_path / "ours", f"{runs}/mine.py:my_gae"
+    shutil.copytree(runs / "ours", run)
+    size = ["--completions", "4", "--continuations", "2", "--states", "2"]
+    assert main(["audit", str(run), "--estimator", mine, *size]) == 0, capsys.readouterr().err
+    found = json.loads((run / "audit.json").read_text())["credit"]
+    assert found["shown"] == "gae, λ = 0.9", "the page's trust stays that of the run's own"
+    assert found["estimators"]["my_gae (mine.py), λ = 0.9"] == found["estimators"]["gae, λ = 0.9"]
+    assert main(["audit", str(run), "--estimator", mine, "--no-code"]) == 2
+    assert "--estimator executes user code" in capsys.readouterr().err
+    # From Python, of a run that another trainer trained; entropies are computed for it alone.
+    advantage, audit = AdvantageConfig(estimator="gae", **LAM), AuditConfig(completions=4, continuations=2, states=2)
+    trainer = PPOTrainer(args=text_config(run, 2, advantage=advantage, audit=replace(audit, every=2)))
+    found = trainer.audit(audit, estimator=unsure)["credit"]
+    assert {"gae, λ = 0.9", "unsure(scale_of_lam=1.0) (test_own_estimators.py)"} <= set(found["estimators"])
+    with pytest.raises(ConfigError, match="needs temperature, which this run does not have"):
+        trainer.audit(audit, estimator=needs_more)
+    other = replace(trainer.args, kl=KLConfig(coef=0.2))
+    with pytest.raises(ConfigError, match=r"kl\.coef is 0\.2; the run in .*ours' had 0\.05: give the same"):
+        PPOTrainer(args=other).audit(audit)
 
 
 def test_the_page_shows_the_own_advantages_first(runs):
@@ -131,6 +156,24 @@ def test_a_function_that_works_in_place_changes_no_record(tmp_path):
     batch, _ = trainer.credit.give(trainer.collect())
     assert all(x.any() for x in (batch.rollout.mask, batch.rewards, batch.rollout.values))
     torch.testing.assert_close(batch.advantages, (batch.rewards - batch.rollout.values) * batch.rollout.mask)
+
+
+def test_an_automatic_lambda_reaches_the_own_estimator_as_a_number(tmp_path):
+    seen = []
+
+    def noting(rewards, values, lam):
+        seen.append(lam)
+        return rewards - values, rewards
+
+    def length(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    for reward, chosen in ((None, True), (length, False)):
+        args = text_config(tmp_path / str(chosen), advantage=AdvantageConfig(estimator=noting))
+        trainer = PPOTrainer(None, reward, args)
+        trainer.credit.give(trainer.collect())
+        assert seen[-1] == trainer.credit.lam == trainer.credit.metrics()["lam"]
+        assert seen[-1] in (LAMS if chosen else [WITHOUT_DATA])
 
 
 def test_prefix_scores_need_no_critic(tmp_path):

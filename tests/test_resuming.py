@@ -502,12 +502,21 @@ def test_an_iteration_whose_reward_failed_is_repeated_with_the_same_random_numbe
         return iteration(number)
 
     trainer.iteration = falling
-    with pytest.raises(RunStopped, match=r"stopped in iteration 2: .*down.*; resume from Python with the same"):
+    with pytest.raises(RunStopped, match=r"stopped in iteration 2: .*down") as caught:
         trainer.train()
+    said = str(caught.value).partition("; mend it, then ")[2]
+    lines = re.findall(r"args\.run\.\w+ = \S.*?(?=,? and | \()", said)
+    assert lines == [f"args.run.dir = {str(tmp_path / 'cut')!r}", 'args.run.allow_changed = ["reward_funcs[0]"]']
+    assert said.endswith("and call trainer.train(resume_from_checkpoint=True)")
     down[0] = False
     assert (tmp_path / "cut" / "checkpoints" / "000001").is_dir()
     PPOTrainer(reward_funcs=terms, args=text(tmp_path / "cut", 2)).train(resume_from_checkpoint=True)
     assert_same(tmp_path / "whole", tmp_path / "cut")
+    # And as the message says, with a function that is mended.
+    mended = [Term("judge", 1.0, lambda completions: [0.5 for _ in completions])]
+    args = text(tmp_path / "anywhere", 3)
+    args.run.dir, args.run.allow_changed = str(tmp_path / "cut"), ["reward_funcs[0]"]
+    assert PPOTrainer(reward_funcs=mended, args=args).train(resume_from_checkpoint=True).last == 0.5
 
 
 def test_a_tracker_that_fails_is_left_out(tmp_path):

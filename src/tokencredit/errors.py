@@ -33,6 +33,7 @@ class RunStopped(RuntimeError):
     """A run that could not continue; the message says where and why, `stopped_by` briefly for the summary."""
 
     stopped_by = "an error"
+    parts = ""  # a pattern of the user's parts, by argument or key, that have to be mended
 
 
 class EngineLost(RunStopped):

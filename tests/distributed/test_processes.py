@@ -35,6 +35,23 @@ print(held() - before)
 """
 """Frees blocks of 1 MB that lie between others, and prints the memory held before and after."""
 
+CLOSED = """
+import torch
+from pathlib import Path
+from tokencredit.distributed.processes import Processes
+
+def threads():
+    return [name for file in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := file.read_text().strip())]
+
+processes = Processes(60)
+model = processes.wrap(torch.nn.Linear(3, 3))
+model(torch.ones(1, 3)).sum().backward()
+before = len(threads())
+processes.close()
+print(f"{before > 0} {threads()}\\n", end="")
+"""
+"""Trains a wrapped model, leaves the job, and prints the threads of its process group before and after."""
+
 
 def job(count, *arguments):
     """Run the program of `helpers.processes` in several processes."""
@@ -106,6 +123,13 @@ def test_the_first_process_chooses_the_number_format_for_all(tmp_path):
     assert done.returncode == 0, done.stderr
     chosen = json.loads((tmp_path / "two" / "choices.json").read_text())["model.dtype"]
     assert done.stdout.count("model.dtype auto: ") == done.stdout.count(f"model.dtype auto: {chosen}, ") == 1
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="threads are listed in /proc")
+def test_a_job_that_is_left_has_no_threads_of_its_process_group_though_a_model_is_kept():
+    """Left ones end with the last owner of the group, which may hold the lock that they wait for: a hang."""
+    done = together(2, "-c", CLOSED, ACCELERATE_USE_CPU="true")
+    assert (done.returncode, done.stdout) == (0, "True []\n" * 2), done.stderr
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tokencredit.core.estimator_table import ESTIMATORS
+from tokencredit.settings.text import PPOConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tokencredit"
@@ -49,3 +50,15 @@ def test_what_the_architecture_names_in_a_file_is_there():
     for path, name in named:
         if not path.endswith("NEW.py"):
             assert re.search(rf"\b{name.split('.')[-1]}\b", (PACKAGE / path).read_text(encoding="utf-8")), (path, name)
+
+
+def test_the_learning_rates_of_the_page_are_the_defaults_and_those_of_the_tests():
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    named = {key: float(rate) for key, rate in re.findall(r"`(optim\.lr|critic\.lr)` \((\S+)\)", page)}
+    assert named == {"optim.lr": PPOConfig().optim.lr, "critic.lr": PPOConfig().critic.lr}
+    tests = (ROOT / "tests" / "test_sick_runs.py").read_text(encoding="utf-8")
+    rows = [row[2:] for row in table(page, "| finding | rate |")]
+    assert len(rows) == 3
+    for found, cure in rows:
+        key = re.search(r"`(.*?)`", found)[1]
+        assert [x for x in re.findall(r"\d\S*\d", f"{found} {cure}") if f'"{key}": {x}' not in tests] == []

@@ -72,7 +72,7 @@ def audited_folder(trainer, tmp_path_factory):
     shutil.copytree(trainer.record.folder.path, folder)
     settings = AuditConfig(every=1, completions=6, continuations=8, states=5)
     audit = CompletionAuditor(trainer.pipeline, trainer.credit, trainer.prompts, settings, group=4).audit(3)
-    found = audit.judge(trainer.processes) | audit.record(3, settings, trainer.tokenizer)
+    found = audit.record(3, settings, trainer.pipeline)
     (folder / "audit.json").write_text(json.dumps(found, allow_nan=False))
     write_report(folder)
     return folder

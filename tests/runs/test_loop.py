@@ -164,7 +164,7 @@ def test_a_run_with_arguments_from_python_is_resumed_from_there(tmp_path):
             reward_funcs=undefined, args=text_config(tmp_path / "run", run=quiet(tmp_path / "run", 3, save_every=5))
         ).train()
     assert "tokencredit train --resume" not in str(caught.value)
-    assert f"run.dir '{tmp_path / 'run'}': train(resume_from_checkpoint=True)" in str(caught.value)
+    assert f"run your script again with args.run.dir = '{tmp_path / 'run'}' (TRL's output_dir)" in str(caught.value)
 
 
 class Trainer:

@@ -406,8 +406,8 @@ def test_an_interrupted_run_is_not_uploaded_and_says_how_to_resume(tmp_path, cap
         PPOTrainer(args=small(tmp_path / "run", run=run), callbacks=[Interrupt()]).train()
     *_, told, last = capsys.readouterr().out.splitlines()
     assert told == "not uploaded to not/a/name: the run is not at its end"
-    again = f"with the same arguments and run.dir '{tmp_path / 'run'}': train(resume_from_checkpoint=True)"
-    assert last == f"resume from Python {again}"
+    again = f"with args.run.dir = '{tmp_path / 'run'}' (TRL's output_dir), and call"
+    assert last == f"run your script again {again} trainer.train(resume_from_checkpoint=True)"
 
 
 def test_out_of_memory_says_which_setting_to_lower_and_keeps_what_was_trained(tmp_path, monkeypatch):

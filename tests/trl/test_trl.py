@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from helpers.files import read_metrics
+from tokencredit.cli import main
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.models.model_loading import resolve
@@ -178,7 +179,16 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     assert first["truncated"] > 0
     assert first["objective/scores"] == pytest.approx(first["reward"] - 1.5 * first["truncated"])
     assert len(read_metrics(here / "out")) == 2
-    assert trainer.audit(AuditConfig(completions=2, states=1, continuations=2))["credit"]["tokens"] > 0
+    size = AuditConfig(completions=2, states=1, continuations=2)
+    audit = trainer.audit(size)
+    assert audit["credit"]["tokens"] > 0
+    assert main(["audit", str(here / "out")]) == 2
+    refused = capsys.readouterr().err
+    assert "trainer.audit() after trainer.train(), or of another trainer made with the same arguments" in refused
+    assert "--reward" not in refused, "for the command cannot be given the model"
+    with pytest.warns(UserWarning, match="not honoured"):
+        again = training(tokenizer, here / "out", callbacks=[log])
+    assert again.audit(size)["credit"] == audit["credit"], "in another process, too"
     trainer.save_model(str(here / "out"))
     AutoModelForCausalLM.from_pretrained(here / "out")
     trainer.generate_completions()

@@ -48,6 +48,7 @@ OPEN = option("--open", action="store_true", help="Open the page in the browser.
     option("--seconds", type=POSITIVE_FLOAT, help="Time limit in seconds; by default none."),
     option("--reward", nargs="+", default=[], metavar="FILE.py:NAME", help="Rewards of a run that got them in Python."),
     option("--prompts.dataset", dest="dataset", metavar="FILE", help="Rows of such a run: FILE.py:NAME or a data set."),
+    option("--estimator", metavar="FILE.py:NAME", help="Estimator of your own to be compared as well."),
     option("--calls", type=POSITIVE_INT, help="Most texts that each reward scores; by default no limit."),
     option("--tokens", type=POSITIVE_INT, help="Most tokens to sample; by default no limit."),
 )
@@ -78,18 +79,18 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
 
     if run_kind_of(read_yaml(run_config_file(run))) is CONTROL:
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
-        if options.calls or options.tokens or options.reward or options.dataset:
-            raise ConfigError("--calls, --tokens, --reward and --prompts.dataset are for texts; leave them out")
+        if options.calls or options.tokens or options.reward or options.dataset or options.estimator:
+            raise ConfigError("--calls, --tokens, --reward, --prompts.dataset and --estimator are for texts")
         require_gymnasium()
         return audit_agent(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
     config = read_config(run / "config.yaml", PPOConfig, options.no_code)
 
     limits = {"calls": options.calls, "tokens": options.tokens}
     settings = AuditConfig(completions=options.completions, **{"states": None, **shared, **limits})
-    if options.no_code and any(".py:" in name for name in [*options.reward, options.dataset or ""]):
-        raise ConfigError("--no-code, but --reward or --prompts.dataset executes user code")
+    if options.no_code and (options.estimator or any(".py:" in x for x in [*options.reward, options.dataset or ""])):
+        raise ConfigError("--no-code, but --reward, --prompts.dataset or --estimator executes user code")
     given = given_parts(config, options.reward, options.dataset)
-    return audit_completions(run, config, settings, options.checkpoint, given)
+    return audit_completions(run, config, settings, options.checkpoint, given, options.estimator)
 
 
 @command(

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from copy import copy
 from pathlib import Path
 from typing import Any, ClassVar, cast
+from weakref import WeakSet
 
 import torch
 from accelerate import PartialState
@@ -42,6 +43,7 @@ class Processes:
     job: ClassVar[Job | None] = None
     """The job that a launcher started, once joined with a timeout; as `PartialState`, one per Python process."""
     _heartbeats: ClassVar[Heartbeats | None] = None
+    _wrapped: ClassVar[WeakSet[DistributedDataParallel]] = WeakSet()
 
     def __init__(self, timeout: float | None = None) -> None:
         """Join the job, with `run.timeout` for processes that train; `ACCELERATE_USE_CPU=true` keeps it off GPUs.
@@ -212,7 +214,11 @@ class Processes:
                 heartbeats.leave()
 
     def close(self) -> None:
-        """Leave the job; for commands, at their end."""
+        """Leave the job; for commands, at their end. Wrapped models cannot train any more."""
+        # A reducer that drops the process group last holds Python's lock, for which the group's threads may wait.
+        for model in Processes._wrapped:
+            for name in ("process_group", "reducer", "logger"):
+                vars(model).pop(name, None)
         self._state.destroy_process_group()
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -223,7 +229,9 @@ class Processes:
         if self.count == 1 or sharded_in(model):
             return model
         on_gpu = self.device.type != "cpu"
-        return DistributedDataParallel(model, device_ids=[self.device.index] if on_gpu else None)
+        wrapped = DistributedDataParallel(model, device_ids=[self.device.index] if on_gpu else None)
+        Processes._wrapped.add(wrapped)
+        return wrapped
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """A context in which backward passes of a wrapped model do not synchronize gradients."""

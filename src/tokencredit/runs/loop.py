@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +17,15 @@ from tokencredit.audit.verdict import significant
 from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.controllers import EarlyStopping
+from tokencredit.learn.rng import preserved
 from tokencredit.runs.folder import AUDIT
+from tokencredit.runs.jsonl import read_metrics
 from tokencredit.runs.recorder import RunRecord
-from tokencredit.runs.resuming import saved
+from tokencredit.runs.resuming import at_iteration, changes, refuse_other_parts, saved
 from tokencredit.runs.summary import Summary
 from tokencredit.runs.transcript import acted
 from tokencredit.runs.untrusted import visible
+from tokencredit.settings.parts import plain
 from tokencredit.settings.training import AuditSettings, RunSettings
 
 State = dict[str, Any]
@@ -245,6 +249,29 @@ def load(trainer: Trainer, state: State, changed: set[str]) -> Sequence[str]:
         raise ConfigError(f"the checkpoint does not fit this run: {type(error).__name__}: {error}") from error
 
 
+def read_back(trainer: Trainer, number: int | None = None) -> int:
+    """Load a checkpoint of the run in the trainer's folder, by default the newest, to measure it; its iteration."""
+    record, run = trainer.record, trainer.record.folder.path
+    refuse_other_parts(run, record.parts)
+    number, state = at_iteration(run, number, record.processes, trainer.sharded_tensors())
+    load(trainer, state, set())
+    for row in [*read_metrics(run / "metrics.jsonl")][:number]:
+        record.history.append(row)
+    return number
+
+
+def as_trained(trainer: Trainer) -> None:
+    """Let a trainer that has trained nothing be as one of these settings that trained in its folder, if one did."""
+    run = trainer.record.folder.path
+    if trainer.record.history or not (run / "config.yaml").is_file():
+        return
+    for key, (before, now) in changes(run / "config.yaml", plain(trainer.args)).items():
+        if not key.startswith(("run.", "eval.", "stop.", "audit.")):
+            raise ConfigError(f"{key} is {now!r}; the run in {str(run)!r} had {before!r}: give the same")
+    with preserved():
+        read_back(trainer)
+
+
 def _reached(trainer: Trainer, metrics: Mapping[str, float]) -> str | None:
     """Key of the rule that stops the run after an iteration with these metrics, or None."""
     key = trainer.stopping.update(reward=metrics[trainer.record.run_kind.headline], kl=metrics.get("kl", 0.0))
@@ -332,7 +359,9 @@ def _failed(trainer: Trainer, number: int, error: BaseException) -> RunStopped:
     if (newest := saved(record.folder.path)[-1:]) and newest[0] < number - 1:
         lines.append(f"the newest checkpoint is of iteration {newest[0]}")
     kind = EngineLost if isinstance(error, EngineLost) else RunStopped
-    return kind("; ".join([*lines, record.how_to_resume()]))
+    # Code that failed is mended before the run goes on, and is then another than it began with.
+    mended = [key for key in record.parts if re.fullmatch(getattr(error, "parts", ""), key)]
+    return kind("; ".join([*lines, record.how_to_resume(mended)]))
 
 
 def _save_partial(trainer: Trainer, number: int, error: BaseException) -> Iterator[str]:

@@ -271,9 +271,9 @@ class RunRecord:
         every = self.args.save_every
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
-    def how_to_resume(self) -> str:
-        """How to resume this run: the command or the call, with a caution if there is no checkpoint."""
-        return resuming.how_to_resume(self.folder.path, self.run_kind, self.config)
+    def how_to_resume(self, mended: Sequence[str] = ()) -> str:
+        """How to resume this run: as `resuming.how_to_resume`."""
+        return resuming.how_to_resume(self.folder.path, self.run_kind, self.config, mended)
 
     def next_steps(self, commands: Mapping[str, str]) -> None:
         """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.environment import versions
 from tokencredit.provenance.parts import Part, label
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
-from tokencredit.runs.folder import size
+from tokencredit.runs.folder import read_parts, size
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, unused
 from tokencredit.settings.reader import read_yaml
@@ -230,14 +230,35 @@ def never_saved(run: Path, save_every: int) -> str:
     return "run.save_every is 0; begin a new run with another run.dir"
 
 
-def how_to_resume(run: Path, run_kind: RunKind, config: Mapping[str, Any]) -> str:
-    """How to resume a run: the command, or for one from Python the call, with a caution if there is no checkpoint."""
+def refuse_other_parts(run: Path, parts: Mapping[str, Part]) -> None:
+    """Raise `ConfigError` if a part is not the one that a run was trained with, by its digest.
+
+    Callbacks and prompts for evaluation take no part in an audit.
+    """
+    before = read_parts(run)
+    for key in sorted({*before, *parts}):
+        was, now = before.get(key), parts.get(key)
+        if key.startswith(("callbacks", "eval")) or (was and was["digest"]) == (now and now["digest"]):
+            continue
+        then, here = ("nothing" if part is None else label(part) for part in (was, now))
+        raise ConfigError(f"{key} is {here}; the run had {then}: give the same, or restore its file")
+
+
+def how_to_resume(run: Path, run_kind: RunKind, config: Mapping[str, Any], mended: Sequence[str] = ()) -> str:
+    """How to resume a run: the command, or for one from Python the call, with a caution if there is no checkpoint.
+
+    `mended` are the parts of the user, by argument or key, that have to change first.
+    """
     if caution := never_saved(run, config["run"]["save_every"]):
         return f"no checkpoint is saved, so it cannot be resumed: {caution}"
     caution = "" if saved(run) else "no checkpoint is saved yet, so resuming begins anew; "
+    caution += "mend it, then " if mended else ""
+    parts = json.dumps(list(mended))
     if config["python"]:
+        changed = f" and args.run.allow_changed = {parts}" if mended else ""
         return (
-            f"{caution}resume from Python with the same arguments and run.dir {str(run)!r}: "
-            "train(resume_from_checkpoint=True)"
+            f"{caution}run your script again with args.run.dir = {str(run)!r} (TRL's output_dir){changed}, and call "
+            "trainer.train(resume_from_checkpoint=True)"
         )
-    return f"{caution}resume with: tokencredit {run_kind.command} --resume {shlex.quote(str(run))}"
+    changed = f" --run.allow_changed {shlex.quote(parts)}" if mended else ""
+    return f"{caution}resume with: tokencredit {run_kind.command} --resume {shlex.quote(str(run))}{changed}"

@@ -63,7 +63,7 @@ class RewardTerm(Group):
     name: str | None = None
     """Name in metrics and messages; null for the function's name, the label, or the reward model's folder."""
     retries: int = setting(2, at_least=0)
-    """Retries after a failed call (exception, malformed result, timeout), with exponential backoff from 1 s to 60 s."""
+    """Retries after a failed call (exception, timeout), with exponential backoff from 1 s to 60 s."""
     timeout: float | None = setting(None, above=0)
     """Timeout per call, in seconds; null for none. A call scores all completions of the batch. With a timeout, a
     function that is not a coroutine runs in a thread."""

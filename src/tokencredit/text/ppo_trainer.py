@@ -25,7 +25,7 @@ from tokencredit.learn.experience import Experience
 from tokencredit.learn.state import nbytes, sharded_parameters, trainable
 from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.folder import read_choices
-from tokencredit.runs.loop import Iteration, State, run
+from tokencredit.runs.loop import Iteration, State, as_trained, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.fields import require_config
@@ -208,12 +208,13 @@ class PPOTrainer(LoopByHand):
         trained = nbytes(trainable(self.policy))
         return {"resume": resume, "reserve": reserve, "weights": trained, "first": self.pretrain()}
 
-    def audit(self, settings: AuditConfig | None = None) -> dict[str, Any]:
-        """Audit the trained policy: writes audit.json and the page, and returns the audit; see docs/audit.md.
+    def audit(self, settings: AuditConfig | None = None, estimator: Any = None) -> dict[str, Any]:
+        """Audit the policy, trained here or before in `run.dir`, as docs/audit.md says; writes it down and returns it.
 
-        `settings` are its size; by default those of `args.audit`, with all states.
+        `settings` are its size, by default those of `args.audit` with all states; `estimator` is compared as well.
         """
-        audit = self.auditor.write(self.record, settings)
+        as_trained(self)
+        audit = self.auditor.beside(estimator).write(self.record, settings)
         write_final_report(self.record)
         return audit
 
@@ -272,9 +273,10 @@ class PPOTrainer(LoopByHand):
         """Metrics and samples so far of an iteration that failed after its update; None if it failed before."""
         if self.updated is None or self.progress is None:
             return None
-        metrics, samples = self.progress
-        metrics = {name: x for name, x in (metrics | self.updated).items() if isinstance(x, Real)}  # a callback's too
-        return metrics | self.stages.times(metrics["tokens"]), samples
+        metrics = {
+            k: x for k, x in (self.progress[0] | self.updated).items() if isinstance(x, Real)
+        }  # a callback's too
+        return metrics | self.stages.times(metrics["tokens"]), self.progress[1]
 
     def collect(self) -> Batch:
         """Sample the next batch from the current policy, and score it; errors as in `Pipeline.collect`."""

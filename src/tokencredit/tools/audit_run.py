@@ -8,18 +8,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tokencredit.distributed.processes import Processes, threads
+from tokencredit.distributed.processes import threads
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
-from tokencredit.provenance.parts import Part, label
-from tokencredit.report.reading import read_run
-from tokencredit.runs.folder import read_parts
-from tokencredit.runs.loop import load
-from tokencredit.runs.resuming import at_iteration
+from tokencredit.runs.loop import read_back
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig
 from tokencredit.settings.run_kind import with_engine
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
+
+OPTIONS = {"reward_funcs": "--reward", "train_dataset": "--prompts.dataset"}
+"""Options of the command that give arguments of `PPOTrainer`."""
 
 
 def given_parts(config: PPOConfig, rewards: Sequence[str], dataset: str | None) -> dict[str, Any]:
@@ -42,24 +41,10 @@ def given_parts(config: PPOConfig, rewards: Sequence[str], dataset: str | None) 
         given["reward_funcs"] = loaded if isinstance(config.python.get("reward_funcs"), list) else loaded[0]
     if dataset is not None:
         given["train_dataset"] = load_object(dataset, "data") if ".py:" in dataset else read_dataset(dataset)
-    for argument, option in {"reward_funcs": "--reward", "train_dataset": "--prompts.dataset"}.items():
+    for argument, option in OPTIONS.items():
         if argument in given and argument not in config.python:
             raise ConfigError(f"{option} is given, and the run's own is in its folder; leave it out")
     return given
-
-
-def refuse_other_parts(run: Path, parts: Mapping[str, Part]) -> None:
-    """Raise `ConfigError` if a part is not the one that a run was trained with, by its digest.
-
-    Callbacks and prompts for evaluation take no part in an audit.
-    """
-    before = read_parts(run)
-    for key in sorted({*before, *parts}):
-        was, now = before.get(key), parts.get(key)
-        if key.startswith(("callbacks", "eval")) or (was and was["digest"]) == (now and now["digest"]):
-            continue
-        then, here = ("nothing" if part is None else label(part) for part in (was, now))
-        raise ConfigError(f"{key} is {here}; the run had {then}: give the same, or restore its file")
 
 
 def audit_completions(
@@ -68,6 +53,7 @@ def audit_completions(
     settings: AuditConfig,
     checkpoint: int | None = None,
     given: Mapping[str, Any] = MappingProxyType({}),
+    estimator: str | None = None,
 ) -> dict[str, Any]:
     """Audit a run at a checkpoint; returns the contents of audit.json, and writes nothing.
 
@@ -77,6 +63,7 @@ def audit_completions(
         settings: size of the audit; `every` is not read.
         checkpoint: iteration of the checkpoint; None for the newest.
         given: arguments of `PPOTrainer`, of `given_parts`.
+        estimator: `FILE.py:NAME` of an estimator that is compared as well.
 
     Raises:
         ConfigError: there is no such checkpoint, or the run cannot be loaded by its configuration.
@@ -85,20 +72,20 @@ def audit_completions(
     from tokencredit.text.ppo_trainer import PPOTrainer
 
     if arguments := [name for name in config.python if name not in ("callbacks", "eval_dataset", *given)]:
+        flags = [OPTIONS.get(name, "") for name in arguments]
+        by_command = f"; or give the command {' '.join(f'{flag} FILE.py:NAME' for flag in flags)}" if all(flags) else ""
         raise ConfigError(
             f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; audit it "
-            "there with trainer.audit() after trainer.train(), or during training with audit.every; rewards and rows "
-            "may be given to the command: --reward FILE.py:NAME, --prompts.dataset FILE.py:NAME"
+            "there: trainer.audit() after trainer.train(), or of another trainer made with the same arguments"
+            f"{by_command}"
         )
     with preserved():
         python = {name: config.python[name] for name in given}
         args = replace(with_engine(config), python=python, run=replace(config.run, dir=str(run)))
         trainer = PPOTrainer(args=args, **given)
-        refuse_other_parts(run, trainer.record.parts)
-        number, state = at_iteration(run, checkpoint, trainer.processes, trainer.sharded_tensors())
-        load(trainer, state, set())
-        rows = read_run(run, samples=False).metrics
-        return trainer.auditor.record(number, settings, rows, trainer.record.screen.say)
+        number = read_back(trainer, checkpoint)
+        auditor = trainer.auditor.beside(estimator)
+        return auditor.record(number, settings, trainer.record.history, trainer.record.screen.say)
 
 
 def audit_agent(
@@ -108,12 +95,9 @@ def audit_agent(
     from tokencredit.control.control_trainer import ControlTrainer
     from tokencredit.control.vector_environments import expected_warnings
 
-    number, state = at_iteration(run, checkpoint, Processes().alone())
     with preserved(), threads(config.threads), expected_warnings(config.env):
         trainer = ControlTrainer(replace(config, run=replace(config.run, dir=str(run))))
         try:
-            refuse_other_parts(run, trainer.record.parts)
-            load(trainer, state, set())
-            return trainer.auditor.audit(number, settings)
+            return trainer.auditor.audit(read_back(trainer, checkpoint), settings)
         finally:
             trainer.envs.close()

@@ -151,6 +151,7 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
         settings, lines = settings_of(self.args, old=False, rows=len(train_dataset))
         settings |= self._stops() | self._critic() | {"prompts.column": "input_ids"}
+        settings["run.allow_changed"] = ["reward_funcs"]  # as TRL does; a change is said and written down
         if type(data_collator) not in (type(None), DataCollatorWithPadding):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
         self.relay = Relay(self, callbacks or ())

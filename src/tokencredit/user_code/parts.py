@@ -203,11 +203,16 @@ def load_parts(args: Config) -> Config:
     """The configuration with a user's parts in place of their names; raises `ConfigError` for one that cannot work."""
     if isinstance(args, ControlConfig):
         return replace(args, advantage=load_estimator(args.advantage, AGENT_INPUTS), ppo=load_loss(args.ppo))
-    absent = ["ref_logprobs"] * (args.kl.coef == 0)
-    absent += ["token_ids", "prefix_scores"] * (args.advantage.unit == "turn")
-    inputs = [name for name in (*INPUTS, "group_size", "baseline") if name not in absent]
+    inputs = inputs_of(args)
     critic = load_critic(args.critic, [name for name in inputs if name in INPUTS])
     return replace(args, critic=critic, advantage=load_estimator(args.advantage, inputs), ppo=load_loss(args.ppo))
+
+
+def inputs_of(args: PPOConfig) -> list[str]:
+    """What a run of texts can give an estimator besides rewards, values, bounds and settings."""
+    absent = ["ref_logprobs"] * (args.kl.coef == 0)
+    absent += ["token_ids", "prefix_scores"] * (args.advantage.unit == "turn")
+    return [name for name in (*INPUTS, "group_size", "baseline") if name not in absent]
 
 
 def read_by_parts(args: PPOConfig) -> set[str]:

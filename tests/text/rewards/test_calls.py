@@ -18,10 +18,12 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards import calls as reward_calls
-from tokencredit.text.rewards.terms import NonFiniteScore, RewardError, Term, score
+from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term
+from tokencredit.text.rewards.terms import score
 
 COMPLETIONS = ["one", "three"]
 LENGTHS = [3.0, 5.0]
+ALLOWED = """--run.allow_changed '["reward[0].function"]'"""
 SPENT = [
     MemoryError("too many"),
     torch.OutOfMemoryError("CUDA out of memory"),
@@ -36,7 +38,7 @@ def no_pauses(monkeypatch):
 
 @pytest.fixture
 def service():
-    """A reward service that does what is next in `plan` (error, hang, garbage, html), and rates when that is over."""
+    """A reward service that does what is next in `plan` (error, hang, html), and rates when that is over."""
     over = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -48,7 +50,7 @@ def service():
                 over.wait()
                 return
             scores = json.dumps({"scores": [float(len(c)) for c in completions]})
-            body = {"garbage": '{"scores": ["good"]}', "html": "<html>busy</html>"}.get(todo, scores)
+            body = "<html>busy</html>" if todo == "html" else scores
             self.send_response(500 if todo == "error" else 200)
             self.end_headers()
             self.wfile.write(body.encode())
@@ -99,7 +101,7 @@ class Failing:
         return outcome
 
 
-@pytest.mark.parametrize("plan", [["error", "garbage"], ["html"]])
+@pytest.mark.parametrize("plan", [["error", "error"], ["html"]])
 def test_a_service_that_recovers_within_the_retries_gives_its_scores(plan, service, caplog):
     service.plan = list(plan)
     assert rate(judge(service)) == LENGTHS
@@ -107,9 +109,7 @@ def test_a_service_that_recovers_within_the_retries_gives_its_scores(plan, servi
     assert len(caplog.records) == len(plan)
 
 
-@pytest.mark.parametrize(
-    "mistake", [NameError("score"), ModuleNotFoundError("x"), NotImplementedError(), [[1.0, 2.0], 2.0]]
-)
+@pytest.mark.parametrize("mistake", [NameError("score"), ModuleNotFoundError("x"), NotImplementedError()])
 def test_what_can_never_succeed_is_tried_once(mistake):
     failing = Failing(mistake)
     with pytest.raises(RewardError) as caught:
@@ -118,23 +118,29 @@ def test_what_can_never_succeed_is_tried_once(mistake):
     assert "tries" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["plain", "async", "timed"])
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0], r"'f' returned 1 numbers for 2 completions \(the last of 2 tries\)$"),
-        (None, r"'f' returned a NoneType; it must return a list of numbers \(the last of 2 tries\)$"),
-        (["bad", 1.0], r"'f' is 'bad' for the text 'Say:one'; it must be a number \(the last of 2 tries\)$"),
+        ([1.0], r"'f' returned 1 numbers for 2 completions; it must return a list with one number for each$"),
+        (None, r"'f' returned None for 2 completions; it must return a list with one number for each$"),
+        ("ab", r"'f' returned 'ab' for 2 completions; it must return a list"),
+        (["bad", 1.0], r"'f' returned 'bad' for the text 'Say:one'; it must be a number$"),
+        ([[1.0, 2.0], 2.0], r"'f' gave a list of 2 for the 1 tokens of the text 'Say:one'; it must be a number"),
     ],
 )
-def test_a_malformed_result_that_comes_again_is_the_last(result, message):
+def test_a_result_of_another_type_or_length_is_refused_at_once(result, message, kind, caplog):
     failing = Failing(result)
-    with pytest.raises(RewardError, match=message):
-        rate(Term("f", 1.0, failing, retries=5))
-    assert failing.calls == [COMPLETIONS] * 2
 
+    async def answer(completions):
+        return failing(completions)
 
-def test_malformed_results_that_differ_are_a_service_that_may_recover():
-    assert rate(Term("f", 1.0, Failing([], [1.0], KeyError("score"), [1.0], LENGTHS), retries=4)) == LENGTHS
+    function, timeout = (answer if kind == "async" else failing), 30.0 if kind == "timed" else None
+    with pytest.raises(RewardError, match=message) as caught:
+        rate(Term("f", 1.0, function, retries=5, timeout=timeout))
+    assert failing.calls == [COMPLETIONS]
+    assert not caplog.messages, "no retry is spoken of"
+    assert "tries" not in str(caught.value)
 
 
 @pytest.mark.slow
@@ -163,8 +169,8 @@ def test_a_service_that_stays_down_is_asked_for_the_whole_batch_only(kind, messa
 
 
 def test_without_retries_the_first_failure_is_the_last():
-    failing = Failing(["bad", 1.0])
-    with pytest.raises(RewardError, match=r"reward term 'f' is 'bad' for the text 'Say:one'; it must be a number$"):
+    failing = Failing(ConnectionError("gone"))
+    with pytest.raises(RewardError, match=r"reward term 'f' raised ConnectionError: gone at \S+; if the service is"):
         rate(Term("f", 1.0, failing, retries=0))
     assert len(failing.calls) == 1
 
@@ -297,4 +303,5 @@ def test_a_run_whose_reward_hangs_says_so_and_ends(tmp_path):
         "tokencredit: stopped in iteration 1: reward term 'hangs' exceeded its timeout of 0.2 s "
         "(the last of 2 tries); if the service is only slow"
     )
+    assert end.endswith(f"mend it, then resume with: tokencredit train --resume {tmp_path}/run {ALLOWED}")
     assert "Traceback" not in done.stderr

@@ -19,10 +19,10 @@ from tokencredit.commands.command_line import config_parser, to_config
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardTerm
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.rewards.calls import RewardError
 from tokencredit.text.rewards.ready_made import count, length
 from tokencredit.text.rewards.terms import (
     NonFiniteScore,
-    RewardError,
     Term,
     as_terms,
     build_terms,
@@ -381,11 +381,14 @@ def test_a_function_that_raises_on_the_whole_only():
     ("result", "message"),
     [
         ([1.0], r"reward term 'odd' returned 1 numbers for 2 completions"),
-        (None, r"returned a NoneType; it must return a list"),
-        ("ab", r"returned a str; it must return a list"),
-        ([1.0, "good"], r"reward term 'odd' is 'good' for the text 'This movie was really awful.*it must be a number"),
+        (None, r"returned None for 2 completions; it must return a list"),
+        ("ab", r"returned 'ab' for 2 completions; it must return a list"),
+        (
+            [1.0, "good"],
+            r"reward term 'odd' returned 'good' for the text 'This movie was really awful.*it must be a number",
+        ),
         ([[1.0, 2.0], [1.0]], r"'odd' gave a list of 1 for the 3 tokens of the text 'This movie was really awful"),
-        ([[1.0, None], None], r"'odd' is None for the text .*wonderful"),
+        ([[1.0, None], None], r"'odd' returned None for the text .*wonderful"),
     ],
 )
 def test_results_that_are_no_rewards(result, message):

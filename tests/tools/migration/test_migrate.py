@@ -10,7 +10,8 @@ from tokencredit.settings.projects import projects
 from tokencredit.settings.projects.translation import translate
 from tokencredit.settings.projects.trl import OLD_TRL, TRL
 from tokencredit.settings.text import PPOConfig
-from tokencredit.tools.migration.shell import Script, arithmetic
+from tokencredit.tools.migration.arithmetic import shell_sum
+from tokencredit.tools.migration.shell import Script
 
 TRL_YAML = """
 model_name_or_path: org/policy
@@ -171,8 +172,56 @@ def test_a_script_of_python_is_read_and_not_run(tmp_path, capsys):
 def test_a_value_model_of_a_script_is_the_critic(tmp_path, capsys):
     load = "AutoModelForSequenceClassification.from_pretrained"
     text = f'reward_model = {load}("org/reward")\nvalue_model = {load}("org/policy", num_labels=1)\n'
-    config, _, _ = run(tmp_path, "trl.py", text + "PPOConfig(kl_coef=0.05, response_length=53)", capsys)
-    assert (config.reward[0].reward_model, config.critic.name) == ("org/reward", "org/policy")
+    inline = f'PPOTrainer(value_model={load}("org/policy", num_labels=1), reward_model={load}("org/reward"))\n'
+    for name, models in {"trl.py": text, "inline.py": inline}.items():
+        config, _, _ = run(tmp_path, name, models + "PPOConfig(kl_coef=0.05, response_length=53)", capsys)
+        assert (config.reward[0].reward_model, config.critic.name) == ("org/reward", "org/policy")
+
+
+LOAD = "AutoModelForSequenceClassification.from_pretrained"
+
+
+@pytest.mark.parametrize(
+    ("config", "labels", "term", "said"),
+    [
+        ({"id2label": {"0": "BAD", "1": "GOOD"}}, "", ("classifier", "GOOD"), "the last of BAD, GOOD is written"),
+        ({"architectures": ["XForSequenceClassification"]}, "", ("classifier", "LABEL_1"), "the last of LABEL_0, LAB"),
+        ({"id2label": {"0": "LABEL_0"}}, "", ("reward_model", None), None),
+        (None, ", num_labels=2", ("classifier", "LABEL_1"), "the last of LABEL_0, LABEL_1 is written"),
+        (None, ", num_labels=1", ("reward_model", None), None),
+        (None, "", ("reward_model", None), "no folder here: if --check finds any, set classifier and label"),
+    ],
+)
+def test_a_reward_model_with_labels_is_a_classifier(config, labels, term, said, tmp_path, capsys):
+    folder = tmp_path / "judge"
+    if config is not None:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    text = f'reward = {LOAD}("{folder}"{labels})\nvalue_model = {LOAD}("v", num_labels=1)\nPPOConfig(kl_coef=0.05)'
+    found, text, told = run(tmp_path, "trl.py", text, capsys)
+    kind, label = term
+    assert found.reward[0].source() == (kind, str(folder))
+    assert getattr(found.reward[0], "label", None) == label
+    assert said is None or (said in text and said in told)
+    assert ("reward[0]" in told or "labels of" in told) == (said is not None)
+
+
+def test_arithmetic_of_a_script_is_computed(tmp_path, capsys):
+    script = """
+rows: int = 4
+rows *= 2
+other = load(3)
+rate = -(-1e-6) * 3
+PPOConfig(total_episodes=rows * 32, learning_rate=rate, per_device_train_batch_size=2 ** 3, response_length=int(1e2),
+    num_ppo_epochs=9 ** 9 ** 9, seed=1 / 0, num_mini_batches=other * 2, gradient_accumulation_steps=7 // 2 - 2)
+"""
+    config, _, told = run(tmp_path, "trl.py", script, capsys)
+    assert (config.run.iterations, config.rollout.batch_size, config.rollout.max_new_tokens) == (32, 8, 100)
+    assert config.optim.lr == pytest.approx(3e-6)
+    for kept in ("num_ppo_epochs=9 ** 9 ** 9", "seed=1 / 0", "num_mini_batches=other * 2"):
+        assert f"not read: {kept} is computed by the script" in told
+    doubled = "a = 1\n" + "a = a + a\n" * 90 + "PPOConfig(seed=a, gamma=0.9)"
+    assert "seed=a is computed" in run(tmp_path, "b.py", doubled, capsys)[2], "and ends at once"
 
 
 def test_variables_of_a_shell_are_kept_and_named_if_the_script_does_not_set_them(tmp_path, capsys):
@@ -233,7 +282,7 @@ def test_shell_arithmetic_and_quotes():
     """)
     *_, words = Script().commands(text.replace("A=6; B='a b'", "B='a b'"))
     assert words == ["run", "--x", "42", "--y", "a b", "--z", "$(date)", "--w", "6"]
-    assert (arithmetic(["7", "/", "0"]), arithmetic(["x"]), arithmetic(["9" * 19])) == ("", "", "")
+    assert [shell_sum(x) for x in ("7 / 0", "x", "9" * 19 + " + 1", "2 + 3 * 4")] == ["", "", "", "14"]
     bomb = "A0=xxxxxxxx\n" + "".join(f"A{n + 1}=$A{n}$A{n}\nB=$((B * 99))\n" for n in range(60)) + "run $A60\n"
     assert len(" ".join(next(Script().commands(bomb)))) < 200_000
     assert len(next(Script().commands(f"A={'x' * 9000}\nrun {'$A' * 9000}"))[1]) == 18_000, "and is not built first"

@@ -13,9 +13,10 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.audit.agreement import judge, true_numbers
-from tokencredit.audit.estimates import variants
+from tokencredit.audit.estimates import Variant, label, variants
 from tokencredit.audit.fresh_randomness import NotReplayed
 from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, spread
+from tokencredit.core.estimator_table import EstimatorFunction
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost
 from tokencredit.learn.rng import isolated
@@ -24,7 +25,7 @@ from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.loop import AT_END, audit_at_end
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import History, Summary
-from tokencredit.settings.training import AuditConfig
+from tokencredit.settings.training import AdvantageConfig, AuditConfig
 from tokencredit.text.audit.continuations import Continuations, States, episode_start, run_in_all, states_of
 from tokencredit.text.audit.cost import PLANNED, Cost, Meter, Pace, expected
 from tokencredit.text.batch import Batch
@@ -33,6 +34,7 @@ from tokencredit.text.data.prefixes import scoring
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.pipeline import Pipeline, Stages, UnusableBatch
+from tokencredit.user_code.parts import inputs_of, load_estimator
 
 GROUP = 8
 """Group size of group estimators in an audit on request of a run with one completion per prompt."""
@@ -72,15 +74,15 @@ class Audit:
         samples = self.batch.samples(tokenizer, self.rows)
         return [sample | true_numbers(self.truth, row, len(sample["tokens"])) for row, sample in enumerate(samples)]
 
-    def record(self, number: int, settings: AuditConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """This process's part of audit.json, without the findings."""
+    def record(self, number: int, settings: AuditConfig, pipeline: Pipeline) -> dict[str, Any]:
+        """The contents of audit.json: the findings, and this process's samples."""
         return {
             "iteration": number,
             "settings": {name: getattr(settings, name) for name in ("completions", "continuations", "states")},
             "continuations": self.continuations,
             "seconds": self.cost.seconds,
-            "samples": [{"iteration": number, **sample} for sample in self.samples(tokenizer)],
-        }
+            "samples": [{"iteration": number, **sample} for sample in self.samples(pipeline.tokenizer)],
+        } | self.judge(pipeline.processes)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,21 @@ class CompletionAuditor:
     """Size of the audit; `every` is not read."""
     group: int = 1
     """Minimum group size of group estimators; the first completion of each group is audited."""
+    other: str | EstimatorFunction | None = None
+    """An estimator that is compared besides the run's own and ours."""
+
+    def beside(self, estimator: Any) -> CompletionAuditor:
+        """An auditor that compares a function or `FILE.py:NAME` too, if given; `ConfigError` if it cannot work."""
+        if estimator is None:
+            return self
+        pipeline = self.pipeline
+        # An estimator reads scores of the text alone, which those with the usual end are not.
+        bare = pipeline.prefix_every and scoring(pipeline.terms) and not self.credit.prefixes.end
+        inputs = [name for name in inputs_of(self.credit.args) if name != "prefix_scores" or bare]
+        other = load_estimator(AdvantageConfig(estimator=estimator), inputs)
+        other.check_critic(self.credit.args.critic)
+        entropy = pipeline.entropy or "entropy" in other.reads().inputs
+        return replace(self, pipeline=replace(pipeline, entropy=entropy), other=other.estimator)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for limits that exclude the audits of training."""
@@ -164,8 +181,7 @@ class CompletionAuditor:
         group = GROUP if self.credit.args.rollout.per_prompt == 1 else self.group
         auditor = replace(self, settings=settings, group=group)
         say(f"this audit: about {auditor.expected(rows)}")
-        audit = auditor.audit(number)
-        return audit.record(number, settings, self.pipeline.tokenizer) | audit.judge(self.pipeline.processes)
+        return auditor.audit(number).record(number, settings, self.pipeline)
 
     def write(self, record: RunRecord, settings: AuditConfig | None) -> AuditRecord:
         """Audit the policy as it is now, of all states by default: writes, shows and returns the audit."""
@@ -230,10 +246,9 @@ class CompletionAuditor:
     def _staged(self, number: int, stages: Stages) -> dict[str, Any]:
         """An audit as audit.json holds it, as a stage of the run, whose callbacks may add metrics."""
         with stages("audit") as results:
-            audit = self.audit(number)
-            findings = audit.judge(self.pipeline.processes)
-            results["metrics"] = findings["metrics"]
-        return audit.record(number, self.settings, self.pipeline.tokenizer) | findings
+            audit = self.audit(number).record(number, self.settings, self.pipeline)
+            results["metrics"] = audit["metrics"]
+        return audit
 
     def _collect(self, place: int, group: int, random: torch.Generator) -> Batch:
         """Collect this process's fresh completions, in whole groups."""
@@ -281,10 +296,12 @@ class CompletionAuditor:
         estimators = variants(
             args.estimator, options, values=values is not None, texts=texts, groups=texts and group > 1
         )
-        for label, variant in estimators.items():
+        if self.other is not None:
+            estimators.setdefault(label(self.other, options), Variant(self.other, options))
+        for name, variant in estimators.items():
             rollout = replace(scored.rollout, values=values if variant.critic else None)
             estimator = replace(args, **{**variant.options, "estimator": variant.name})
-            yield label, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
+            yield name, credit.advantages(replace(scored, rollout=rollout), scale, estimator)
 
 
 def around(tokens: list[int], length: int) -> list[int]:

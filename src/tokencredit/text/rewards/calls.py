@@ -37,17 +37,18 @@ class RewardError(RunStopped):
     """A reward could not be computed; the message names the term and, if known, the text."""
 
     stopped_by = "a reward that could not be computed"
+    parts = r"reward_funcs.*|reward\[\d+\]\.function|env\.factory|environment_factory.*"
 
 
 class NonFiniteScore(RewardError):
     """A score is NaN or infinite."""
 
 
-class WrongShape(RewardError):
-    """The list of a completion has another number of entries than it has tokens."""
+class MalformedResult(RewardError):
+    """A function returned something other than one entry per completion, each a number, None or one per token."""
 
 
-REPEATING = (ConfigError, NonFiniteScore, WrongShape, NameError, ImportError, SyntaxError, NotImplementedError)
+REPEATING = (NameError, ImportError, SyntaxError, NotImplementedError)
 """Errors that a further try would repeat: they lie in settings or code, not in a service."""
 
 
@@ -80,7 +81,7 @@ def start_call(
     """Start an async term's call, or prepare a sync one; the returned callable blocks for the result.
 
     `columns` are the arguments that its function may take by name, one entry per completion; `read` parses and checks
-    what it returns, and raises `RewardError` if that is malformed. An `early` call is started in any case.
+    what it returns, and raises `MalformedResult`. An `early` call is started in any case.
     """
     args, kwargs = _arguments(term, columns)
     call = functools.partial(_call_with_retries, term, columns, functools.partial(_call, term, args, kwargs), read)
@@ -127,25 +128,19 @@ class _NotYet(Sequence[Any]):
 def _call_with_retries(
     term: Term, columns: Mapping[str, Sequence[Any]], call: Callable[[], Any], read: Callable[[Any], T]
 ) -> T:
-    """Call with retries until a result can be read.
+    """Call with retries until it succeeds.
 
     An exception does not tell a failing service from a bug in the function: `reply["score"]` of an error message is a
-    KeyError or a TypeError. Everything is retried except `REPEATING` errors and those of memory. A malformed result is
-    retried until it is the same twice in a row: a service may send a short list once, a function will not.
+    KeyError or a TypeError. Everything is retried except errors of memory, and those that would repeat.
     """
-    retries, backoff, malformed = term.retries, FIRST_BACKOFF, None
+    retries, backoff = term.retries, FIRST_BACKOFF
     while True:
-        answered = False
         try:
-            result = call()
-            answered = True
-            return read(result)
+            return read(call())
         except Exception as error:
-            if isinstance(error, ConfigError | NonFiniteScore | WrongShape) or out_of_memory(error):
+            if isinstance(error, ConfigError | NonFiniteScore | MalformedResult) or out_of_memory(error):
                 raise
-            before, malformed = malformed, str(error) if answered else None
-            repeated = malformed is not None and malformed == before
-            if retries <= 0 or repeated or isinstance(error, REPEATING):
+            if retries <= 0 or isinstance(error, REPEATING):
                 tries = term.retries - retries + 1
                 raise RewardError(_final_message(term, columns, error, tries)) from error
             LOG.warning("%s; trying again in %g s", _summary(term, error), backoff)
@@ -225,9 +220,7 @@ def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exce
     tries = f" (the last of {count} tries)" if count > 1 else ""
     if isinstance(error, RewardTimeout | OSError):
         return f"{_summary(term, error)}{tries}; if the service is only slow, raise the term's timeout or retries"
-    if isinstance(error, RewardError):
-        return f"{_summary(term, error)}{tries}"
-    return f"{_locate(term, columns, error)}{tries}"
+    return f"{_summary(term, error) if isinstance(error, RewardError) else _locate(term, columns, error)}{tries}"
 
 
 def _locate(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception) -> str:

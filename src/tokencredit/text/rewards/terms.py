@@ -22,7 +22,7 @@ from tokencredit.distributed.processes import restored
 from tokencredit.errors import ConfigError, naming, quoted
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.text.models.model_loading import read_tokenizer
-from tokencredit.text.rewards.calls import NonFiniteScore, RewardError, Term, WrongShape, start_call, start_early
+from tokencredit.text.rewards.calls import MalformedResult, NonFiniteScore, Term, start_call, start_early
 from tokencredit.text.rewards.ready_made import READY_MADE, RewardFunction
 from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
 from tokencredit.text.rewards.texts import Text, joined
@@ -194,8 +194,9 @@ def score(
         started: calls from `start_calls`.
 
     Raises:
-        RewardError: after all retries, a function raised, exceeded its timeout, or returned something other than a
-            number, None or a list of `lengths[i]` numbers for each completion.
+        RewardError: after all retries, a function raised or exceeded its timeout.
+        MalformedResult: it returned something other than a number, None or a list of `lengths[i]` numbers for each
+            completion, which is no matter of retries.
         NonFiniteScore: a number is NaN or infinite, or their sum is in float32, unless `finite` is false.
         ConfigError: a function requires a column that does not exist.
     """
@@ -269,10 +270,13 @@ def _read(
     if getattr(result, "ndim", 0) == 2 and result.shape[1] == 1:  # a column of scores, as models give
         result = result[:, 0]
     result = _listed(result)
-    if not isinstance(result, list | tuple):
-        raise RewardError(f"reward term {name!r} returned a {type(result).__name__}; it must return a list of numbers")
-    if len(result) != len(completions):
-        raise RewardError(f"reward term {name!r} returned {len(result)} numbers for {len(completions)} completions")
+    count = len(result) if isinstance(result, list | tuple) else None
+    if count != len(completions):
+        found = quoted(result) if count is None else f"{count} numbers"
+        raise MalformedResult(
+            f"reward term {name!r} returned {found} for {len(completions)} completions; it must return a list with one "
+            "number for each"
+        )
     values: list[Value] = []
     for value, prompt, completion, length in zip(map(_listed, result), prompts, completions, lengths, strict=True):
         text = joined(prompt, completion)
@@ -281,7 +285,7 @@ def _read(
         elif len(value) == length:
             values.append([_number(name, _listed(x), text, finite) for x in value])
         else:
-            raise WrongShape(
+            raise MalformedResult(
                 f"reward term {name!r} gave a list of {len(value)} for the {length} tokens of the text {text!r}; "
                 "it must be a number for the whole completion, or a list of one per token"
             )
@@ -295,7 +299,9 @@ def _listed(value: Any) -> Any:
 
 def _number(name: str, value: Any, text: str, finite: bool) -> float:
     if not isinstance(value, Real):
-        raise RewardError(f"reward term {name!r} is {value!r} for the text {text!r}; it must be a number")
+        raise MalformedResult(
+            f"reward term {name!r} returned {quoted(value)} for the text {text!r}; it must be a number"
+        )
     try:
         number = float(value)
     except OverflowError:  # of a whole number with more than 308 digits

@@ -20,6 +20,7 @@ from tokencredit.settings.projects.trl import OLD_TRL, TRL
 from tokencredit.settings.projects.verl import VERL
 from tokencredit.settings.reader import MAX_SIZE, load_yaml, read_yaml
 from tokencredit.settings.text import PPOConfig
+from tokencredit.tools.migration.arithmetic import UNREADABLE, computed, constants
 from tokencredit.tools.migration.shell import PROCESSES, Script, arguments, flags
 
 PROGRAMS = {
@@ -182,11 +183,7 @@ def python_source(text: str, file: Path) -> Source | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{file} is not Python that can be read: {error}") from error
     nodes = list(ast.walk(tree))
-    constants = {
-        node.targets[0].id: node.value
-        for node in nodes
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-    }
+    known = constants(nodes)
     calls = [(called(node), node) for node in nodes if isinstance(node, ast.Call)]
     configs = [node for name, node in calls if name in ("PPOConfig", "PPOv2Config") and node.keywords]
     if not configs:
@@ -194,14 +191,20 @@ def python_source(text: str, file: Path) -> Source | None:
         found = (shell_source(own, file) for own in texts if isinstance(own, str) and "--" in own)
         return next((source for source in found if source), None)
     source = Source(None, {})
+    critics = [x.value for x in nodes if isinstance(x, ast.keyword) and x.arg == "value_model"]
+    critics += [
+        x.value for x in nodes if isinstance(x, ast.Assign) and getattr(x.targets[0], "id", "") == "value_model"
+    ]
     for name, node in calls:
         values = call_arguments(name, node, node in configs[:1])
-        if values and node is constants.get("value_model"):  # of the reward model's class, and often of another folder
+        if values and node in critics:  # of the reward model's class, and often of another folder
             values = {"value_model_path": node.args[0]}
+        if "reward_model" in source.given:  # whose labels those of a second one are not
+            values.pop("num_labels", None)
         for argument, value in values.items():
             try:
-                source.given.setdefault(argument, ast.literal_eval(constants.get(getattr(value, "id", ""), value)))
-            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                source.given.setdefault(argument, computed(value, known))
+            except UNREADABLE:
                 if node in configs[:1] or name == "LoraConfig":
                     source.notes.append(f"{argument}={ast.unparse(value)} is computed by the script")
     source.given = {name: value for name, value in source.given.items() if value is not None}
@@ -231,4 +234,5 @@ def call_arguments(name: str, node: ast.Call, config: bool) -> dict[str, ast.exp
         return {key: value for key, value in keywords.items() if key.startswith("load_in_")}
     if name == "load_dataset" and "data_files" in keywords:
         return {"dataset_name": keywords["data_files"]}
-    return {LOADERS[name]: node.args[0]} if name in LOADERS and node.args else {}
+    labels = {"num_labels": keywords["num_labels"]} if "num_labels" in keywords else {}
+    return {LOADERS[name]: node.args[0]} | labels if name in LOADERS and node.args else {}

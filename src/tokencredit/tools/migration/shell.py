@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tokencredit.tools.migration.arithmetic import shell_sum
+
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
 ASSIGNMENT = re.compile(r"(?:(?:export|declare|local|readonly)\s+)?(\w+)=(.*)", re.DOTALL)
 ARRAY = re.compile(r"^\s*(\w+)\+?=\(([^)]*(?:\)\)[^)]*)*)\)[ \t]*$", re.MULTILINE)
@@ -17,7 +19,6 @@ PROCESSES = re.compile(r"--(?:nproc_per_node|nproc-per-node|num_processes)[= ](\
 MAX_NESTING = 3
 MAX_VALUE = 100_000
 """Most characters of a variable; one that would be longer keeps the names of others."""
-MAX_DIGITS = 18
 
 
 @dataclass
@@ -69,10 +70,8 @@ class Script:
 
         def compute(match: re.Match[str]) -> str:
             given = self.fill(next(group for group in match.groups() if group is not None))
-            numbers = [
-                part.strip() for part in re.split(r"([-+*/%])", re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", r"$\1", given))
-            ]
-            return arithmetic([self.fill(part) for part in numbers]) or self._kept(match[0])
+            numbers = self.fill(re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", r"$\1", given))
+            return shell_sum(numbers.replace("\\", "")) or self._kept(match[0])
 
         return OTHER.sub(lambda match: self._kept(match[0]), SUM.sub(compute, line))
 
@@ -80,20 +79,6 @@ class Script:
         name = f"kept_{len(self.variables)}"
         self.variables[name] = text
         return f"${{{name}}}"
-
-
-def arithmetic(parts: list[str]) -> str:
-    """The value of whole numbers joined by operators, from the left; empty if it is anything else."""
-    if len(parts) % 2 == 0 or not all(part.isdecimal() and len(part) <= MAX_DIGITS for part in parts[::2]):
-        return ""
-    total = int(parts[0])
-    for sign, other in zip(parts[1::2], map(int, parts[2::2]), strict=True):
-        if sign in "/%" and other == 0:
-            return ""
-        total = {"+": total + other, "-": total - other, "*": total * other}.get(
-            sign, total // other if sign == "/" else total % other if other else 0
-        )
-    return str(total)
 
 
 def arguments(words: list[str], program: re.Pattern[str], depth: int = 0) -> list[str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,7 +15,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.fields import check_value, settings_of, unused
 from tokencredit.settings.foreign_names import misspelt
 from tokencredit.settings.projects.translation import Project, translate
-from tokencredit.settings.reader import Dumper
+from tokencredit.settings.reader import Dumper, read_yaml
 from tokencredit.settings.text import PPOConfig
 
 MAX_LISTED = 12
@@ -114,7 +115,7 @@ class Migrated:
 
 def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Migrated:
     """A configuration that loads, of a project's settings; values that are refused here are left to the user."""
-    found = translate(project, given)
+    found = translate(project, {**given, "num_labels": None})
     made = Migrated(project.title, found.settings, found.origins, found.undecided, {}, notes, found.without)
     settings, known = made.settings, settings_of(PPOConfig)
     for key in list(settings):
@@ -141,6 +142,7 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
             made.left.setdefault(key, reason)
     for key in OPEN.keys() & made.left.keys():
         settings[key], made.origins[key] = OPEN[key], "left to you"
+    _choose_labels(made, given.get("num_labels"))
     for key, value in settings.items():
         if re.search(r"\$[\w({]|`", str(value)):
             made.left[key] = f"the shell sets a part of {value}; write what it is"
@@ -149,6 +151,35 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
         made.notes += [f"{name} is not known; did you mean {near}?"] * bool(near)
         made.without[name] = "not known" + bool(near) * f"; did you mean {near}?"
     return made
+
+
+def _choose_labels(made: Migrated, count: Any) -> None:
+    """Make a classifier of a reward model with labels: those in its folder, or so many; the last is rewarded."""
+    known = min(count, 99) if isinstance(count, int) else 0
+    for number, term in enumerate(made.settings["reward"]):
+        name = term.get("classifier", term.get("reward_model"))
+        if name is None or count == 1:
+            continue
+        listed = ", ".join(labels := _labels_of(name) or [f"LABEL_{i}" for i in range(known)])
+        if not labels:
+            made.notes.append(f"labels of {name}, no folder here: if --check finds any, set classifier and label")
+        elif len(labels) > 1:
+            options = {key: value for key, value in term.items() if key not in ("classifier", "reward_model")}
+            made.settings["reward"][number] = {"classifier": name, "label": labels[-1]} | options
+            made.origins["reward"] += f"; a classifier of {listed}"
+            made.left[f"reward[{number}].label"] = f"the last of {listed} is written; name the one that is rewarded"
+
+
+def _labels_of(name: str) -> list[str]:
+    """The labels of the classifier in a folder; empty if it is not here, or another model."""
+    try:
+        config = read_yaml(Path(name).expanduser() / "config.json")
+    except ConfigError:
+        return []
+    heads, labels = str(config.get("architectures")), config.get("id2label")
+    if "SequenceClassification" in heads and labels is None:
+        return ["LABEL_0", "LABEL_1"]  # Transformers writes down other labels only
+    return list(map(str, labels.values())) if isinstance(labels, dict) else []
 
 
 def comment(text: str) -> str:

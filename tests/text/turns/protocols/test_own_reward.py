@@ -6,7 +6,8 @@ import pytest
 from helpers.turns import environments
 from tokencredit.errors import ConfigError
 from tokencredit.text.rewards import calls
-from tokencredit.text.rewards.terms import NonFiniteScore, RewardError, score
+from tokencredit.text.rewards.calls import NonFiniteScore, RewardError
+from tokencredit.text.rewards.terms import score
 
 
 class Paying:
@@ -104,7 +105,7 @@ def test_a_reward_that_fails_names_its_class(kind):
     )
     with pytest.raises(RewardError, match=problem):
         scored(environments(kind), [{"pay": 1}, {"pay": OSError("no judge")}])
-    with pytest.raises(RewardError, match=f"reward term '{kind.__name__}' is 'good'"):
+    with pytest.raises(RewardError, match=f"reward term '{kind.__name__}' returned 'good'"):
         scored(environments(kind), [{"pay": "good"}])
     with pytest.raises(NonFiniteScore, match=f"reward term '{kind.__name__}' is nan"):
         scored(environments(kind), [{"pay": float("nan")}])
