@@ -1,11 +1,20 @@
-"""The main job by TRL 1.9.2's PPOTrainer: its reward and KL per iteration, beside ours (`make beside-trl`).
+"""Jobs by TRL beside Tokencredit, at the same tokens: reward and KL per iteration, and time (`make beside-trl`).
 
-    TRL_PYTHON benchmarks/beside_trl.py [--seeds 1 2 3 4 5]
+    PYTHON benchmarks/beside_trl.py [--worlds builtin subj=FOLDER] [--methods ours ppo grpo rloo] [--seeds 1 2 3 4 5]
 
-Runs in an environment with `torch==2.13.0 trl==1.9.2`, with the main job's settings: 40 iterations of 64 completions of
-24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, λ = 0.95, a KL coefficient of 0.05. Differences: TRL
-uses one rate for policy and critic, which decays to 0 without a warm-up, a critic of the policy's size, initialised
-from it, and no gradient clipping. Figures go to benchmarks/findings-data/beside-trl.json; runs already there are kept.
+`ppo` is TRL 1.9.2's PPOTrainer, the last one, in an environment with `torch==2.13.0 trl==1.9.2`; `grpo` and `rloo` are
+TRL 1.16's. The worlds of folders are made by benchmarks/worlds.py. All run on one thread with the main job's settings:
+40 iterations of 64 completions of 24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, a KL coefficient of
+0.05 nats per sequence. `ours` is the default. Differences of TRL:
+
+- The rate decays to 0 and not to a tenth, without a warm-up.
+- `ppo`: λ = 0.95, a critic of the policy's size, initialised from it, with the policy's rate, no gradient clipping.
+- `grpo`, `rloo`: groups of 8 completions. RLOO takes the KL from the reward, as we do. GRPO has it in the loss (k3);
+  rewards are not divided by the group's deviation, so that its β is a price in units of the reward too.
+
+Reward and KL (whole distributions, summed over tokens) of each batch as it was sampled, and at the end of 256 fresh
+completions, are measured by one function, whose time does not count. Figures go to
+benchmarks/findings-data/beside-trl.json, by world, method and seed; finished runs are kept.
 """
 
 from __future__ import annotations
@@ -22,76 +31,155 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-)
-from trl.experimental.ppo import PPOConfig, PPOTrainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 DATA = Path(__file__).parent / "findings-data" / "beside-trl.json"
-WORLD = Path(__file__).parents[1] / "src" / "tokencredit" / "demo" / "reviews"
-PROMPT = "This movie was really"
-ITERATIONS, BATCH, TOKENS = 40, 64, 24
+REVIEWS = Path(__file__).parents[1] / "src" / "tokencredit" / "demo" / "reviews"
+BUILTIN = {
+    "model.name": str(REVIEWS / "policy"),
+    "reward": [{"classifier": str(REVIEWS / "sentiment"), "label": "NEGATIVE"}],
+    "prompts.text": ["This movie was really"],
+}
+ITERATIONS, BATCH, TOKENS, GROUP, MINIBATCHES, EPOCHS, PRICE = 40, 64, 24, 8, 4, 4, 0.05
+FRESH = 256
+"""Completions of the trained policy that are measured at the end."""
 PADDING = 255
-"""A byte that occurs in no review; the policy gives it probability 1e-8 per token."""
+"""A byte that occurs in no text; the policies give it no probability to speak of."""
+
+
+class World:
+    """A policy to train, its prompts and a classifier whose probability of one label is the reward."""
+
+    def __init__(self, name: str):
+        folder = name.partition("=")[2]
+        settings = json.loads((Path(folder) / "world.json").read_text()) if folder else BUILTIN
+        reward = settings["reward"][0]
+        self.name, self.policy, self.prompts = name, settings["model.name"], settings["prompts.text"]
+        # TRL strips padding from texts, so padding can be neither the end-of-text token nor any token that is sampled.
+        self.tokenizer = AutoTokenizer.from_pretrained(self.policy, padding_side="left")
+        self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(PADDING)
+        self.words = AutoTokenizer.from_pretrained(reward["classifier"])
+        self.classifier = AutoModelForSequenceClassification.from_pretrained(
+            reward["classifier"], dtype=torch.float32
+        ).eval()
+        self.label = self.classifier.config.label2id[reward["label"]]
+
+    def model(self, folder: str | Path | None = None) -> Any:
+        """A language model in float32: the reference, or one from a folder."""
+        return AutoModelForCausalLM.from_pretrained(folder or self.policy, dtype=torch.float32).eval()
+
+    def rows(self, number: int) -> list[str]:
+        """So many prompts, in turns."""
+        return [self.prompts[row % len(self.prompts)] for row in range(number)]
+
+    @torch.no_grad()
+    def scores(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Reward of whole texts; the classifier has a vocabulary of its own, so they are decoded and read anew."""
+        texts = [self.tokenizer.decode(row[own], skip_special_tokens=True) for row, own in zip(ids, mask, strict=True)]
+        read = self.words(texts, return_tensors="pt", padding=True, truncation=True)
+        return self.classifier(**read).logits.softmax(-1)[:, self.label]
+
+    def padded(self, prompts: list[str], completions: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Ids and mask, `[batch, time]`, prompts padded on the left and completions on the right to `TOKENS`."""
+        first = self.tokenizer(prompts, padding=True, return_tensors="pt")
+        width = first.input_ids.shape[1]
+        ids = torch.full((len(prompts), width + TOKENS), PADDING)
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        ids[:, :width], mask[:, :width] = first.input_ids, first.attention_mask.bool()
+        for row, completion in enumerate(completions):
+            ids[row, width : width + len(completion)] = torch.tensor(completion)
+            mask[row, width : width + len(completion)] = True
+        return ids, mask
+
+    @torch.no_grad()
+    def fresh(self, policy: Any, seed: int) -> tuple[Tensor, Tensor]:
+        """Completions of a policy, through the end-of-text token."""
+        torch.manual_seed(1000 + seed)
+        prompts, end = self.rows(FRESH), self.tokenizer.eos_token_id
+        asked = self.tokenizer(prompts, padding=True, return_tensors="pt")
+        options = {"do_sample": True, "top_k": 0, "max_new_tokens": TOKENS, "pad_token_id": PADDING}
+        texts = policy.generate(**asked, **options)[:, asked.input_ids.shape[1] :].tolist()
+        return self.padded(prompts, [text[: text.index(end) + 1] if end in text else text for text in texts])
+
+
+@torch.no_grad()
+def divergence(policy: Any, reference: Any, ids: Tensor, mask: Tensor) -> float:
+    """Mean KL of policy to reference per sequence, of the distributions at the last `TOKENS` places, in nats."""
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long(), "position_ids": places}
+    own, other = (
+        model(**inputs, use_cache=False).logits[:, -TOKENS - 1 : -1].log_softmax(-1) for model in (policy, reference)
+    )
+    return float(((own.exp() * (own - other)).sum(-1) * mask[:, -TOKENS:]).sum(1).mean())
+
+
+class Course:
+    """Reward, KL, wall-clock and CPU seconds of training of each iteration."""
+
+    def __init__(self, world: World, policy: Any):
+        self.world, self.policy, self.reference = world, policy, world.model()
+        self.figures: dict[str, list[float]] = {"reward": [], "kl": [], "clock": [], "cpu": []}
+        self.start()
+
+    def start(self) -> None:
+        """Begin to count time."""
+        self.began, self.apart = seconds(), (0.0, 0.0)
+
+    def add(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Record a batch as it was sampled; returns its scores. The times are those of the iterations before it."""
+        paused = seconds()
+        kl = divergence(self.policy, self.reference, ids, mask)
+        self.stamp(paused)
+        scores = self.world.scores(ids, mask)
+        self.figures["reward"].append(four(scores.mean()))
+        self.figures["kl"].append(four(kl))
+        return scores
+
+    def stamp(self, paused: tuple[float, float]) -> None:
+        """Record the times of training up to a pause that ends now."""
+        now = seconds()
+        if self.figures["reward"]:
+            for name, began, apart, at in zip(("clock", "cpu"), self.began, self.apart, paused, strict=True):
+                self.figures[name].append(round(at - began - apart, 2))
+        self.apart = tuple(a + b - c for a, b, c in zip(self.apart, now, paused, strict=True))
+
+
+def seconds() -> tuple[float, float]:
+    """Wall clock and CPU time of this process."""
+    return time.perf_counter(), time.process_time()
+
+
+def four(value: float | Tensor) -> float:
+    """Round to four digits."""
+    return float(f"{float(value):.4g}")
 
 
 class Judge(nn.Module):
-    """The built-in classifier in TRL's form: a backbone, and a `score` layer from hidden states to rewards.
-
-    The classifier has a vocabulary of its own, so texts are decoded and read anew, as Tokencredit does.
-    """
+    """The reward in the form of TRL's PPO: a backbone, and a `score` layer from hidden states to rewards."""
 
     base_model_prefix = "backbone"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, course: Course):
         super().__init__()
-        self.score = nn.Identity()
-        self.classifier = AutoModelForSequenceClassification.from_pretrained(WORLD / "sentiment", dtype=torch.float32)
-        self.words, self.tokenizer = AutoTokenizer.from_pretrained(WORLD / "sentiment"), tokenizer
+        self.score, self.add = nn.Identity(), course.add
 
     def backbone(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> SimpleNamespace:
-        """P(negative), the main job's reward, as a hidden state `[batch, time, 1]`, equal at every token."""
-        rows = zip(input_ids, attention_mask.bool(), strict=True)
-        texts = [self.tokenizer.decode(ids[own], skip_special_tokens=True) for ids, own in rows]
-        logits = self.classifier(**self.words(texts, return_tensors="pt", padding=True, truncation=True)).logits
-        scores = logits.softmax(-1)[:, self.classifier.config.label2id["NEGATIVE"]]
+        """The reward as a hidden state `[batch, time, 1]`, equal at every token."""
+        scores = self.add(input_ids, attention_mask.bool())
         return SimpleNamespace(hidden_states=[scores.view(-1, 1, 1).expand(-1, input_ids.shape[1], -1)])
 
 
-class Course(TrainerCallback):
-    """Reward, KL per sequence, and seconds since the start, of each iteration."""
-
-    def __init__(self) -> None:
-        self.figures: dict[str, list[float]] = {"reward": [], "kl": [], "clock": []}
-        self.began = time.perf_counter()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        for name, key in (("reward", "objective/scores"), ("kl", "objective/kl")):
-            self.figures[name].append(float(f"{logs[key]:.4g}"))
-        self.figures["clock"].append(round(time.perf_counter() - self.began, 2))
+SHARED = {"learning_rate": 1e-4, "bf16": False, "gradient_checkpointing": False, "use_cpu": True, "report_to": []}
+SHARED |= {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "temperature": 1.0}
 
 
-def run(seed: int, folder: str) -> dict[str, list[float]]:
-    """Train once; returns the metrics per iteration."""
-    torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(WORLD / "policy", padding_side="left")
-    # TRL strips padding from texts, so padding can be neither the end-of-text token nor any token that is sampled.
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(PADDING)
-    policy, reference, critic = (
-        kind.from_pretrained(WORLD / "policy", dtype=torch.float32, **options)
-        for kind, options in (
-            (AutoModelForCausalLM, {}),
-            (AutoModelForCausalLM, {}),
-            (AutoModelForSequenceClassification, {"num_labels": 1}),
-        )
-    )
+def ppo(world: World, course: Course, seed: int, folder: str) -> None:
+    """Train with TRL's PPOTrainer."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    critic = AutoModelForSequenceClassification.from_pretrained(world.policy, dtype=torch.float32, num_labels=1)
     critic.config.pad_token_id = PADDING
-    course = Course()
-    ids = tokenizer(PROMPT)["input_ids"]
+    prompts = Dataset.from_dict({"input_ids": [world.tokenizer(row)["input_ids"] for row in world.rows(BATCH)]})
     trainer = PPOTrainer(
         args=PPOConfig(
             output_dir=folder,
@@ -99,50 +187,126 @@ def run(seed: int, folder: str) -> dict[str, list[float]]:
             total_episodes=ITERATIONS * BATCH,
             per_device_train_batch_size=BATCH,
             local_rollout_forward_batch_size=BATCH,
-            num_mini_batches=4,
-            num_ppo_epochs=4,
+            num_mini_batches=MINIBATCHES,
+            num_ppo_epochs=EPOCHS,
             response_length=TOKENS,
             stop_token="eos",
-            temperature=1.0,
-            learning_rate=1e-4,
-            kl_coef=0.05,
+            kl_coef=PRICE,
             vf_coef=0.5,
             lam=0.95,
             num_sample_generations=0,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
+            **SHARED,
         ),
-        processing_class=tokenizer,
-        model=policy,
-        ref_model=reference,
-        reward_model=Judge(tokenizer),
+        processing_class=world.tokenizer,
+        model=course.policy,
+        ref_model=world.model(),
+        reward_model=Judge(course),
         value_model=critic,
-        train_dataset=Dataset.from_dict({"input_ids": [ids] * BATCH}),
-        eval_dataset=Dataset.from_dict({"input_ids": [ids] * BATCH}),
-        callbacks=[course],
+        train_dataset=prompts,
+        eval_dataset=prompts,
     )
-    course.began = time.perf_counter()
+    course.start()
     trainer.train()
-    return course.figures
+
+
+def grouped(method: str, world: World, course: Course, seed: int, folder: str) -> None:
+    """Train with TRL's GRPOTrainer or RLOOTrainer."""
+    import trl
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return course.add(*world.padded(prompts, completion_ids)).tolist()
+
+    config, trainer = {"grpo": (trl.GRPOConfig, trl.GRPOTrainer), "rloo": (trl.RLOOConfig, trl.RLOOTrainer)}[method]
+    made = trainer(
+        model=course.policy,
+        reward_funcs=reward,
+        args=config(
+            output_dir=folder,
+            seed=seed,
+            max_steps=ITERATIONS * EPOCHS * MINIBATCHES,
+            per_device_train_batch_size=BATCH // MINIBATCHES,
+            steps_per_generation=MINIBATCHES,
+            num_iterations=EPOCHS,
+            num_generations=GROUP,
+            max_completion_length=TOKENS,
+            beta=PRICE,
+            shuffle_dataset=False,
+            **({"scale_rewards": "none"} if method == "grpo" else {}),
+            **SHARED,
+        ),
+        processing_class=world.tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": world.rows(ITERATIONS * BATCH // GROUP)}),
+    )
+    course.start()
+    made.train()
+
+
+def ours(world: World, course: Course, seed: int, folder: str) -> None:
+    """Train with Tokencredit's default settings."""
+    from truth import BASE, world_settings
+
+    from tokencredit import Callback, PPOConfig, PPOTrainer
+
+    class Times(Callback):
+        def after_iteration(
+            self, trainer: PPOTrainer, metrics: dict[str, float], samples: list[dict[str, Any]]
+        ) -> None:
+            course.figures["reward"].append(four(metrics["reward"]))
+            course.figures["kl"].append(four(metrics["kl"]))
+            course.stamp(seconds())
+
+    settings = world_settings(world.name) | BASE
+    settings |= {"run.iterations": ITERATIONS, "seed": seed, "run.dir": f"{folder}/run"}
+    trainer = PPOTrainer(args=PPOConfig.from_dict(settings), callbacks=[Times()])
+    course.start()
+    trainer.train()
+    course.policy = world.model(f"{folder}/run/policy")
+
+
+METHODS = ("ours", "ppo", "grpo", "rloo")
+
+
+def run(name: str, method: str, seed: int) -> dict[str, Any]:
+    """Train once; returns the metrics per iteration, and those of fresh completions of the trained policy."""
+    torch.manual_seed(seed)
+    world = World(name)
+    course = Course(world, world.model())
+    with tempfile.TemporaryDirectory() as folder:
+        if method in ("grpo", "rloo"):
+            grouped(method, world, course, seed, folder)
+        else:
+            {"ours": ours, "ppo": ppo}[method](world, course, seed, folder)
+        if method != "ours":
+            course.stamp(seconds())
+        texts = world.fresh(course.policy.eval(), seed)
+        kl = divergence(course.policy, course.reference, *texts)
+        return course.figures | {"final": {"reward": four(world.scores(*texts).mean()), "kl": four(kl)}}
+
+
+def read() -> dict[str, Any]:
+    """The kept figures, by world, method and seed."""
+    return json.loads(DATA.read_text()) if DATA.is_file() else {}
 
 
 def main() -> int:
-    """Run the missing seeds."""
+    """Run the missing runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worlds", nargs="+", default=["builtin"], help="builtin, or NAME=FOLDER of a world")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     options = parser.parse_args()
-    kept = json.loads(DATA.read_text()) if DATA.is_file() else {}
-    runs = kept.setdefault("TRL 1.9.2", {})
+    torch.set_num_threads(1)
     for seed in options.seeds:
-        if str(seed) not in runs:
-            with tempfile.TemporaryDirectory() as folder:
-                runs[str(seed)] = run(seed, folder)
-            DATA.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+        for world in options.worlds:
+            for method in options.methods:
+                name = world.partition("=")[0]
+                if "final" in read().get(name, {}).get(method, {}).get(str(seed), {}):
+                    continue
+                figures = run(world, method, seed)
+                kept = read()  # another process may have added to it
+                kept.setdefault(name, {}).setdefault(method, {})[str(seed)] = figures
+                DATA.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+                print(name, method, seed, figures["final"], f"{figures['clock'][-1]:.0f} s", flush=True)
     return 0
 
 
