@@ -151,8 +151,9 @@ study: install  ## Run what benchmarks/findings.md rests on, for hours; SEEDS=1 
 truth: install  ## Audit the main job with several critics: three minutes per run on one core
 	$(BIN)/python benchmarks/truth.py
 
-beside-trl: .trl-venv/installed  ## Train the main job with TRL: two minutes per run on one core
-	.trl-venv/bin/python benchmarks/beside_trl.py
+beside-trl: install .trl-venv/installed  ## Train beside TRL, two minutes per run on one core; WORLDS="builtin subj=FOLDER"
+	.trl-venv/bin/python benchmarks/beside_trl.py --methods ppo --worlds $(or $(WORLDS),builtin)
+	$(BIN)/python benchmarks/beside_trl.py --methods ours grpo rloo --worlds $(or $(WORLDS),builtin)
 
 findings: install  ## Draw the figures and tables of benchmarks/findings.md from committed metrics
 	$(BIN)/python benchmarks/findings.py

@@ -169,7 +169,7 @@ class Judge(nn.Module):
         return SimpleNamespace(hidden_states=[scores.view(-1, 1, 1).expand(-1, input_ids.shape[1], -1)])
 
 
-SHARED = {"learning_rate": 1e-4, "bf16": False, "gradient_checkpointing": False, "use_cpu": True, "report_to": []}
+SHARED = {"learning_rate": 1e-4, "bf16": False, "activation_checkpointing": False, "use_cpu": True, "report_to": []}
 SHARED |= {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "temperature": 1.0}
 
 

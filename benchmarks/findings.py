@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +106,26 @@ def until_share(run: Run, what: str) -> float:
     """Iteration after which the share of the attainable first reached a height, such as `0.8`; NaN if it never did."""
     found = (number for number in range(3, len(run["reward"]) + 1) if share(run, str(number)) >= float(what))
     return float(next(found, math.nan))
+
+
+def at_kl(run: Run, what: str) -> float:
+    """Reward where the KL first reached so many nats per sequence; both are means of three iterations."""
+    for at in range(3, len(run["kl"]) + 1):
+        if average(run["kl"][at - 3 : at]) >= float(what):
+            return average(run["reward"][at - 3 : at])
+    return math.nan
+
+
+def fresh(run: Run, metric: str) -> float:
+    """A figure of fresh completions of the trained policy; of beside-trl.json."""
+    final: Any = run.get("final", {})
+    return float(final.get(metric, math.nan))
+
+
+def pace(run: Run, metric: str) -> float:
+    """Seconds per iteration."""
+    clock: Any = run.get(metric, [math.nan])
+    return float(clock[-1]) / len(clock)
 
 
 def by_world(worlds: Mapping[str, Any]) -> Study:
@@ -376,6 +396,24 @@ def draw_truth(study: Study) -> None:
     plt.close(picture)
 
 
+def draw_beside_trl(study: Study) -> None:
+    """Reward over KL, means over seeds of running means over five iterations: a panel per world, a line per method."""
+    worlds = list(dict.fromkeys(variant.partition(", ")[0] for variant in study))
+    picture, axes = plt.subplots(1, len(worlds), figsize=(3.2 * len(worlds), 3.2), squeeze=False)
+    for axis, world in zip(axes.flat, worlds, strict=True):
+        for method, colour in BESIDE_TRL.items():
+            if runs := study.get(f"{world}, {method}"):
+                curves = [smooth(mean_curve(runs, metric).tolist()) for metric in ("kl", "reward")]
+                axis.plot(*curves, color=colour, linewidth=1.5, label=method)
+        axis.set_title(world, fontsize=9)
+        axis.set_xlabel("KL, nats per sequence", fontsize=8)
+    axes[0, 0].set_ylabel("reward", fontsize=8)
+    axes[0, 0].legend(fontsize=8)
+    picture.tight_layout()
+    picture.savefig(FIGURES / "findings-beside-trl.png", dpi=110)
+    plt.close(picture)
+
+
 def smooth(values: Sequence[float | None]) -> list[float]:
     """Running means over five iterations, fewer at the start."""
     return [average(values[max(0, end - LATELY) : end]) for end in range(1, len(values) + 1)]
@@ -629,7 +667,9 @@ def map_control(study: Study) -> str:
 
 def studies() -> Studies:
     """All stored studies."""
-    return {path.stem: read(path.stem) for path in DATA.glob("*.json")}
+    found = {path.stem: read(path.stem) for path in DATA.glob("*.json")}
+    limits = {world: {"limit": found["worlds"][world]["limit"]} for world in found["beside-trl"]}
+    return found | {"beside-trl": by_world({world: found["beside-trl"][world] | limits[world] for world in limits})}
 
 
 class Claim(NamedTuple):
@@ -648,6 +688,8 @@ VALUE_LOSS = ("value loss, mean of all iterations", whole)
 GAINED = ("share of the way to 1, mean of all iterations", gained)
 SOLVED = ("solved greedily at the end", end)
 """Figures of several claims, with their measures."""
+BESIDE_TRL = {"ours": "#009E73", "ppo": "#0072B2", "grpo": "#D55E00", "rloo": "#E69F00"}
+"""Methods of the study `beside-trl`, with their colours."""
 SINGLE = ("base", "prefix", "temperature-2", "clip-0.3", "clip-0.1", "kl-0.5", "kl-0.75", "kl-0.8", "kl-1.0", "gae")
 SINGLE += ("kl-adaptive", "entropy-0.02", "max_grad_norm-0.5", "lr-8e-6", "orthogonal-head", "keep-mean")
 """Variants of the study `negative-sentiment` with one change, or none."""
@@ -785,6 +827,17 @@ CLAIMS = (
         *SOLVED,
         [("length-adaptive", "grpo", "eval/reward")],
     ),
+    *(
+        Claim(
+            f"17{letter}",
+            f"in the world {world} the default is ahead of TRL's PPO, GRPO and RLOO after {after} iterations",
+            "beside-trl",
+            f"share of the attainable after {after}",
+            share,
+            [(f"{world}, ours", f"{world}, {method}", after) for method in list(BESIDE_TRL)[1:]],
+        )
+        for letter, (world, after) in zip("abcdef", product(("builtin", "subj", "trec"), ("15", "40")), strict=True)
+    ),
 )
 """Claims whose verdict is that of `judged`."""
 
@@ -889,10 +942,11 @@ def tables(found: Studies) -> dict[str, str]:
             "1": "monte_carlo (gae, λ = 1)",
         }.items()
     } | {"group_relative": (audited, "10 group_relative"), "leave_one_out": (audited, "10 leave_one_out")}
+    trl = {"TRL 1.9.2": found["beside-trl"]["builtin, ppo"]}
     compared = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
     # All runs of the main job, with the limit of the built-in world.
     limit = {name: [found["worlds"]["builtin"]["limit"][name]] for name in ("best", "reference")}
-    job = {"default": found["worlds"]["builtin"]["default"], **compared, **found["beside-trl"]}
+    job = {"default": found["worlds"]["builtin"]["default"], **compared, **trl}
     job = {variant: {seed: run | limit for seed, run in runs.items()} for variant, runs in job.items()}
     shares = {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")} | {
         "iterations to a share of 0.8": (until_share, "0.8"),
@@ -941,8 +995,15 @@ def tables(found: Studies) -> dict[str, str]:
         ),
         "worlds": table(by_world(found["worlds"]), worlds),
         "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
-        "course": table({**compared, **found["beside-trl"]}, course, base="learned critic"),
+        "course": table({**compared, **trl}, course, base="learned critic"),
         "shares": table(job, shares),
+        "beside-trl": table(
+            found["beside-trl"],
+            {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")}
+            | {"reward at 1 nat of KL": (at_kl, "1"), "at 2 nats": (at_kl, "2")}
+            | {"reward at the end": (fresh, "reward"), "KL at the end": (fresh, "kl")}
+            | {"seconds per iteration": (pace, "clock"), "CPU seconds": (pace, "cpu")},
+        ),
         "lambdas": table({name: runs for name, runs in compared.items() if was_audited(runs)}, lambdas),
         "kl": table(sentiment, rewards, base="base", pairs=there(sentiment, [(name, "base") for name in price])),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),
@@ -1034,6 +1095,7 @@ def main() -> int:
     """Draw all figures and fill in all tables."""
     found = studies()
     draw_truth(found["truth"])
+    draw_beside_trl(found["beside-trl"])
     draw(found["negative-sentiment"], "reward", "kl", "base", "reward (grey: mean of base)")
     draw(found["at-kl-0.5"], "reward", "reward", "base", "reward at a price of KL of 0.5 (grey: mean of base)")
     draw(found["spread"], "value_loss", "spread", None, "value loss", log=True)

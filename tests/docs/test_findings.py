@@ -70,6 +70,25 @@ def test_rungs_have_verdicts_as_far_as_they_were_run(findings):
     assert table.splitlines()[-1].startswith("| dis less single | | +0.1 [")
 
 
+def test_the_reward_at_a_kl_is_that_of_the_first_three_iterations_there(findings):
+    run = {"reward": [0.1, 0.2, 0.3, 0.4, 0.5], "kl": [0.0, 0.5, 1.0, 1.5, 2.0]}
+    assert findings.at_kl(run, "1") == pytest.approx(0.3)
+    assert math.isnan(findings.at_kl(run, "2"))
+
+
+def test_runs_beside_trl_are_judged_in_each_world(findings):
+    def runs(height):
+        return {str(seed): {"reward": [height + seed / 100] * 40, "kl": [1.0] * 40} for seed in range(3)}
+
+    limit = {"best": 1.0, "reference": 0.1}
+    heights = {"builtin": {"ours": 0.9, "ppo": 0.7}, "trec": {"ours": 0.5, "grpo": 0.6}}
+    study = {world: {name: runs(x) for name, x in found.items()} | {"limit": limit} for world, found in heights.items()}
+    verdicts = findings.verdicts({"beside-trl": findings.by_world(study)})
+    assert verdicts == dict.fromkeys(("17a", "17b"), "**holds here**") | dict.fromkeys(
+        ("17e", "17f"), "**does not hold here**"
+    )
+
+
 def test_steadiness_looks_at_changes_in_the_second_half(findings):
     assert findings.unsteadiness({"x": [9.0, 1.0, 1.0, 2.0, 1.0, 2.0]}, "x") == pytest.approx(1.0)
 
