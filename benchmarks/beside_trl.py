@@ -13,8 +13,9 @@ TRL 1.16's. The worlds of folders are made by benchmarks/worlds.py. All run on o
   rewards are not divided by the group's deviation, so that its β is a price in units of the reward too.
 
 Reward and KL (whole distributions, summed over tokens) of each batch as it was sampled, and at the end of 256 fresh
-completions, are measured by one function, whose time does not count. Figures go to
-benchmarks/findings-data/beside-trl.json, by world, method and seed; finished runs are kept.
+completions, are measured by one function, whose time does not count; the batches of `ours` have the run's metrics,
+whose KL is that of the sampled tokens. Figures go to benchmarks/findings-data/beside-trl.json, by world, method and
+seed; finished runs are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
 DATA = Path(__file__).parent / "findings-data" / "beside-trl.json"
 REVIEWS = Path(__file__).parents[1] / "src" / "tokencredit" / "demo" / "reviews"
@@ -58,6 +59,7 @@ class World:
         # TRL strips padding from texts, so padding can be neither the end-of-text token nor any token that is sampled.
         self.tokenizer = AutoTokenizer.from_pretrained(self.policy, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(PADDING)
+        self.width = max(len(self.tokenizer(prompt)["input_ids"]) for prompt in self.prompts)
         self.words = AutoTokenizer.from_pretrained(reward["classifier"])
         self.classifier = AutoModelForSequenceClassification.from_pretrained(
             reward["classifier"], dtype=torch.float32
@@ -80,9 +82,9 @@ class World:
         return self.classifier(**read).logits.softmax(-1)[:, self.label]
 
     def padded(self, prompts: list[str], completions: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Ids and mask, `[batch, time]`, prompts padded on the left and completions on the right to `TOKENS`."""
-        first = self.tokenizer(prompts, padding=True, return_tensors="pt")
-        width = first.input_ids.shape[1]
+        """Ids and mask, `[batch, width + TOKENS]`: prompts padded on the left, completions on the right."""
+        width = self.width
+        first = self.tokenizer(prompts, padding="max_length", max_length=width, return_tensors="pt")
         ids = torch.full((len(prompts), width + TOKENS), PADDING)
         mask = torch.zeros_like(ids, dtype=torch.bool)
         ids[:, :width], mask[:, :width] = first.input_ids, first.attention_mask.bool()
@@ -101,16 +103,16 @@ class World:
         texts = policy.generate(**asked, **options)[:, asked.input_ids.shape[1] :].tolist()
         return self.padded(prompts, [text[: text.index(end) + 1] if end in text else text for text in texts])
 
-
-@torch.no_grad()
-def divergence(policy: Any, reference: Any, ids: Tensor, mask: Tensor) -> float:
-    """Mean KL of policy to reference per sequence, of the distributions at the last `TOKENS` places, in nats."""
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long(), "position_ids": places}
-    own, other = (
-        model(**inputs, use_cache=False).logits[:, -TOKENS - 1 : -1].log_softmax(-1) for model in (policy, reference)
-    )
-    return float(((own.exp() * (own - other)).sum(-1) * mask[:, -TOKENS:]).sum(1).mean())
+    @torch.no_grad()
+    def divergence(self, policy: Any, reference: Any, ids: Tensor, mask: Tensor) -> float:
+        """Mean KL of policy to reference per sequence, of the distributions at each place after the prompt, in nats."""
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        inputs = {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long(), "position_ids": places}
+        own, other = (
+            model(**inputs, use_cache=False).logits[:, self.width - 1 : -1].log_softmax(-1)
+            for model in (policy, reference)
+        )
+        return float(((own.exp() * (own - other)).sum(-1) * mask[:, self.width :]).sum(1).mean())
 
 
 class Course:
@@ -126,9 +128,9 @@ class Course:
         self.began, self.apart = seconds(), (0.0, 0.0)
 
     def add(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Record a batch as it was sampled; returns its scores. The times are those of the iterations before it."""
+        """Record a batch as it was sampled; returns its scores. The times are those up to its sampling."""
         paused = seconds()
-        kl = divergence(self.policy, self.reference, ids, mask)
+        kl = self.world.divergence(self.policy, self.reference, ids, mask)
         self.stamp(paused)
         scores = self.world.scores(ids, mask)
         self.figures["reward"].append(four(scores.mean()))
@@ -268,7 +270,7 @@ METHODS = ("ours", "ppo", "grpo", "rloo")
 
 def run(name: str, method: str, seed: int) -> dict[str, Any]:
     """Train once; returns the metrics per iteration, and those of fresh completions of the trained policy."""
-    torch.manual_seed(seed)
+    set_seed(seed)  # NumPy's too, which shuffles the minibatches of TRL's PPO
     world = World(name)
     course = Course(world, world.model())
     with tempfile.TemporaryDirectory() as folder:
@@ -279,7 +281,7 @@ def run(name: str, method: str, seed: int) -> dict[str, Any]:
         if method != "ours":
             course.stamp(seconds())
         texts = world.fresh(course.policy.eval(), seed)
-        kl = divergence(course.policy, course.reference, *texts)
+        kl = world.divergence(course.policy, course.reference, *texts)
         return course.figures | {"final": {"reward": four(world.scores(*texts).mean()), "kl": four(kl)}}
 
 

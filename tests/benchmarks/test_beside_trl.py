@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("trl")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import beside_trl  # noqa: E402
-from beside_trl import PADDING, TOKENS, World, divergence  # noqa: E402
+from beside_trl import PADDING, TOKENS, World  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,8 @@ def world():
 
 def test_texts_are_padded_at_both_ends(world):
     end = world.tokenizer.eos_token_id
-    ids, mask = world.padded(["This movie was really", "A"], [[5, 6, end], list(range(1, TOKENS + 1))])
-    long, short = (len(world.tokenizer(text)["input_ids"]) for text in ("This movie was really", "A"))
+    ids, mask = world.padded(["This movie was really", "This"], [[5, 6, end], list(range(1, TOKENS + 1))])
+    long, short = (len(world.tokenizer(text)["input_ids"]) for text in ("This movie was really", "This"))
     assert ids.shape == mask.shape == (2, long + TOKENS)
     assert mask.sum(1).tolist() == [long + 3, short + TOKENS]
     assert ids[0, long : long + 3].tolist() == [5, 6, end]
@@ -33,15 +33,17 @@ def test_texts_are_padded_at_both_ends(world):
 def test_the_kl_is_of_the_distributions_at_a_completions_tokens(world):
     policy, reference = world.model(), world.model()
     policy.transformer.ln_f.weight.mul_(1.5)  # a sharper policy
-    ids, mask = world.padded(["This movie was really", "A"], [[300, 301], [302]])
+    ids, mask = world.padded(["This movie was really", "This"], [[300, 301], [302]])
     total = 0.0
     for row in range(2):
         own = ids[row][mask[row]][None]
         p, q = (model(own).logits[0].log_softmax(-1) for model in (policy, reference))
         at = slice(-3, -1) if row == 0 else slice(-2, -1)  # the places before the completion's tokens
         total += float((p.exp() * (p - q)).sum(-1)[at].sum())
-    assert divergence(policy, reference, ids, mask) == pytest.approx(total / 2, rel=1e-4)
-    assert divergence(reference, reference, ids, mask) == 0
+    assert world.divergence(policy, reference, ids, mask) == pytest.approx(total / 2, rel=1e-4)
+    assert world.divergence(reference, reference, ids, mask) == 0
+    shorter = world.divergence(policy, reference, ids[:, :-5], mask[:, :-5])  # TRL cuts where all texts have ended
+    assert shorter == pytest.approx(total / 2, rel=1e-4)
 
 
 @pytest.mark.filterwarnings("default")  # TRL's
