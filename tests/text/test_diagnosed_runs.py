@@ -92,7 +92,7 @@ DISEASES = {
     "explained_variance": {
         "iterations": 20,
         "optim": FAST(lr=5e-5),
-        "critic": CriticConfig(lr=1e-12, init="orthogonal"),
+        "critic": CriticConfig(lr=1e-12, init="orthogonal", prefix_every=0),
     },
     "no_step": {"iterations": 2, "reward_funcs": undefined},
     "truncated": {"iterations": 1, "rollout": RolloutConfig(batch_size=8, max_new_tokens=4)},
