@@ -69,9 +69,9 @@ class Options(argparse.Namespace):
         return getattr(self, name)
 
     def refuse_empty(self, name: str) -> None:
-        """Raise `ConfigError` if an option for a folder is an empty text."""
+        """Raise `ConfigError` if the path of an option is an empty text."""
         if self[name] == "":
-            raise ConfigError(f"--{name} is empty; give a folder")
+            raise ConfigError(f"--{name} is empty; give a path")
 
 
 class Given(argparse.Action):

@@ -17,6 +17,7 @@ from tokencredit.report.templating import fill, two_digits
 from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.jsonl import ASSISTANT
+from tokencredit.runs.summary import in_iterations
 from tokencredit.runs.transcript import SIGN
 from tokencredit.settings.run_kind import run_kind_of
 
@@ -102,7 +103,7 @@ class NotebookRun(Run):
     def __repr__(self) -> str:
         outcome = run_kind_of(self.config).outcome.replace("_", " ")
         _, change, note = next(fact for fact in story(self) if fact.label == outcome)
-        return f"<Run {self.path}: {outcome} {change} ({note}), {len(self.metrics)} iterations>"
+        return f"<Run {self.path}: {outcome} {change} ({note}), {in_iterations(len(self.metrics))}>"
 
     def _repr_html_(self) -> str:
         charts = {name: chart for found in sections(self.metrics).values() for name, chart in found.items()}

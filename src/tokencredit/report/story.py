@@ -12,7 +12,7 @@ from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.diagnosis import Finding
 from tokencredit.runs.jsonl import PRICED, scored_anew
-from tokencredit.runs.summary import attained, averaged, final_mean, finite, iterations_in, rise_in_words
+from tokencredit.runs.summary import attained, averaged, duration, final_mean, finite, in_iterations, rise_in_words
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
@@ -68,7 +68,7 @@ def story(run: Run) -> list[Fact]:
         facts.append(Fact("reached", figure, f"of {rest}"))
     if run_kind not in OFFLINE:
         facts.append(Fact("true credit", *trust_fact(run)))
-    count, _, time = iterations_in(len(metrics), sum(row.get("seconds") or 0.0 for row in metrics)).partition(" in ")
+    count, time = in_iterations(len(metrics)), duration(sum(row.get("seconds") or 0.0 for row in metrics))
     facts.append(Fact("time", time, count))
     stopped = run.summary.get("stopped_by")
     if stopped is None:

@@ -17,7 +17,7 @@ from rich.text import Text
 from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, text_parts, too_noisy
 from tokencredit.distributed.signals import NO_READER, leave_closed_output
 from tokencredit.runs.diagnosis import Finding
-from tokencredit.runs.summary import OPEN_END, Summary, averaged, duration, figure, iterations_in
+from tokencredit.runs.summary import OPEN_END, Summary, averaged, duration, figure, in_iterations
 from tokencredit.runs.transcript import Line, acted, conversation, transcript
 from tokencredit.runs.untrusted import visible, visible_lines
 
@@ -272,7 +272,7 @@ class Screen:
                 f"{summary.run_kind.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}"
                 f"{rise}{kl} "
                 f"({averaged(summary.iterations, summary.since)})   "
-                f"{iterations_in(summary.iterations, summary.seconds)} "
+                f"{in_iterations(summary.iterations)} in {duration(summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.run_kind.unit} per second)"
             )
         if summary.attained is not None:

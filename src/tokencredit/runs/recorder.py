@@ -29,7 +29,7 @@ from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
 from tokencredit.runs.folder import CHOICES, JOB, PARTS, SHOWN, RunFolder, apply_choices, beside, read_parts, replacing
 from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
-from tokencredit.runs.summary import History, Summary, summarise
+from tokencredit.runs.summary import History, Summary, in_iterations, summarise
 from tokencredit.runs.trackers import NO_CURVES, Trackers
 from tokencredit.settings.parts import is_own, label_of, plain
 from tokencredit.settings.reader import dump_yaml
@@ -364,8 +364,8 @@ class RunRecord:
         if not any(self.history.values("bad_steps")) or self.history.values("loss"):
             return None
         return TooManyBadSteps(
-            f"nothing was learned in {len(self.history)} iterations: no optimizer step was taken, and rewards, losses "
-            f"or gradients were not finite; {self.folder.path / 'bad_steps'} holds the batches, with the reasons"
+            f"nothing was learned in {in_iterations(len(self.history))}: no optimizer step was taken, and rewards, "
+            f"losses or gradients were not finite; {self.folder.path / 'bad_steps'} holds the batches, with the reasons"
         )
 
     @contextmanager

@@ -221,9 +221,9 @@ def count(number: int) -> str:
     return f"{number / 1e6:.3g} million" if number < 999.5e6 else f"{number / 1e9:.3g} billion"
 
 
-def iterations_in(iterations: int, seconds: float) -> str:
-    """Length of a run in words, such as `40 iterations in 33 s`."""
-    return f"{iterations} iteration{'' if iterations == 1 else 's'} in {duration(seconds)}"
+def in_iterations(count: int) -> str:
+    """A number of iterations in words."""
+    return f"{count} iteration{'' if count == 1 else 's'}"
 
 
 def shortened(text: str, length: int) -> str:

@@ -11,6 +11,7 @@ from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
 from tokencredit.runs.diagnosis.policy_checks import POLICY_CHECKS
 from tokencredit.runs.diagnosis.reward_checks import REWARD_CHECKS
 from tokencredit.runs.diagnosis.text_checks import TEXT_CHECKS
+from tokencredit.runs.summary import in_iterations
 from tokencredit.settings.run_kind import OFFLINE, run_kind_of
 
 __all__ = ["CHECKS", "Finding", "diagnose", "no_finding"]
@@ -76,5 +77,4 @@ def no_finding(config: Mapping[str, Any], iterations: int) -> str:
         return f"there are no checks for runs of tokencredit {run_kind.command}"
     if iterations >= SETTLED:
         return "the checks find nothing wrong with this run"
-    number = f"{iterations} iteration" + "s" * (iterations > 1)
-    return f"the checks find nothing wrong in {number}, but most of them need at least {SETTLED}"
+    return f"the checks find nothing wrong in {in_iterations(iterations)}, but most of them need at least {SETTLED}"
