@@ -360,6 +360,8 @@ SAO = {
     "length-adaptive": "a λ that adapts to the length solves more, with the critic's at 1",
 }
 """Rungs of the study `sao` above `single`, and the claim that each makes."""
+LEARNED_OR_NONE = ("learned critic", "group_relative", "leave_one_out")
+"""Variants without scores of prefixes that were run in three worlds."""
 MAIN_VARIANTS = ("learned critic", "true-credit", "group_relative", "leave_one_out")
 COLOURS = ("#999999", "#0072B2", "#D55E00", "#009E73")
 
@@ -666,10 +668,15 @@ def map_control(study: Study) -> str:
 
 
 def studies() -> Studies:
-    """All stored studies."""
+    """All stored studies; `by-world` has the runs of `worlds`, and those of the main job of `truth`."""
     found = {path.stem: read(path.stem) for path in DATA.glob("*.json")}
     limits = {world: {"limit": found["worlds"][world]["limit"]} for world in found["beside-trl"]}
-    return found | {"beside-trl": by_world({world: found["beside-trl"][world] | limits[world] for world in limits})}
+    main_job = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
+    worlds = found["worlds"] | {"builtin": found["worlds"]["builtin"] | main_job}
+    return found | {
+        "by-world": by_world(worlds),
+        "beside-trl": by_world({world: found["beside-trl"][world] | limits[world] for world in limits}),
+    }
 
 
 class Claim(NamedTuple):
@@ -838,6 +845,17 @@ CLAIMS = (
         )
         for letter, (world, after) in zip("abcdef", product(("builtin", "subj", "trec"), ("15", "40")), strict=True)
     ),
+    *(
+        Claim(
+            f"18{letter}",
+            f"in the world {world} scores of prefixes beat a learned critic and none, after {after} iterations",
+            "by-world",
+            f"share of the attainable after {after}",
+            share,
+            [(f"{world}, default", f"{world}, {other}", after) for other in LEARNED_OR_NONE],
+        )
+        for letter, (world, after) in zip("abcdef", product(("builtin", "subj", "trec"), ("15", "40")), strict=True)
+    ),
 )
 """Claims whose verdict is that of `judged`."""
 
@@ -918,6 +936,9 @@ def tables(found: Studies) -> dict[str, str]:
     worlds = {f"correlation after {at}": (audited, f"{at} shown") for at in AUDITED[:3]} | {
         "share of the attainable after 15": (share, "15"),
         "after 60": (share, "60"),
+        "reward at 1 nat of KL": (at_kl, "1"),
+        "at 2 nats": (at_kl, "2"),
+        "at 4 nats": (at_kl, "4"),
         "reward at the end": (lately, "reward"),
         "KL at the end": (lately, "kl"),
     }
@@ -944,10 +965,8 @@ def tables(found: Studies) -> dict[str, str]:
     } | {"group_relative": (audited, "10 group_relative"), "leave_one_out": (audited, "10 leave_one_out")}
     trl = {"TRL 1.9.2": found["beside-trl"]["builtin, ppo"]}
     compared = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
-    # All runs of the main job, with the limit of the built-in world.
-    limit = {name: [found["worlds"]["builtin"]["limit"][name]] for name in ("best", "reference")}
-    job = {"default": found["worlds"]["builtin"]["default"], **compared, **trl}
-    job = {variant: {seed: run | limit for seed, run in runs.items()} for variant, runs in job.items()}
+    job = {name: found["by-world"][f"builtin, {name}"] for name in ("default", *compared)}
+    job["TRL 1.9.2"] = trl["TRL 1.9.2"]
     shares = {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")} | {
         "iterations to a share of 0.8": (until_share, "0.8"),
         "iterations to a reward of 0.9": (reached, "0.9"),
