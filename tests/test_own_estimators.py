@@ -225,6 +225,10 @@ def of_reference(rewards, ref_logprobs):
             "advantage.kwargs has 'heat', which needs_more",
         ),
         (
+            {"advantage": AdvantageConfig(estimator=lambda rewards, scale=3.0: (rewards, rewards))},
+            "gives scale the default 3.0, which the setting advantage.scale, True, would replace",
+        ),
+        (
             {"advantage": AdvantageConfig(estimator=of_reference), "kl": KLConfig(coef=0.0)},
             "needs ref_logprobs, which this run does not have",
         ),

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -132,3 +133,17 @@ def test_an_argument_beside_rows_is_told_how_to_become_one():
         core.gae(ROWS[:1], ROWS[0], gamma=1.0, lam=0.95)
     with pytest.raises(ValueError, match=re.escape("values has shape (3,); it must be (2, 3)") + "$"):
         core.gae(ROWS, ROWS[0], gamma=1.0, lam=0.95)
+
+
+def test_one_lambda_per_token_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=re.escape("lam is a tensor of shape [2, 3]; it must be one number in [0, 1]")):
+        core.gae(ROWS, ROWS, gamma=1.0, lam=ROWS)
+
+
+def test_an_argument_of_an_own_estimator_is_no_option():
+    def two_lams(rewards, values, gamma, low=0.2):
+        return rewards, values
+
+    with pytest.raises(ValueError, match=r"'low' is the estimator's own argument; give it with functools\.partial"):
+        core.estimate(two_lams, ROWS, ROWS, options={"gamma": 1.0, "low": 0.1})
+    core.estimate(partial(two_lams, low=0.1), ROWS, ROWS, options={"gamma": 1.0})

@@ -91,8 +91,8 @@ def test_the_share_of_the_attainable_is_said_with_its_bound(few, pooled, bound):
     assert shared(1.004)[1].startswith(f"{bound}100 % of what this reward allows")
     rows, said = shared(1.16)
     assert said == (
-        "at most 100 % of what this reward allows at this KL price (116 % of the limit that the reference's samples "
-        "suggest, so they are too few; tokencredit limit takes more)"
+        "an unknown share of what this reward allows at this KL price: samples of the reference with such rewards are "
+        "too few to estimate the limit (116 % of the estimate; tokencredit limit takes more)"
     )
     below = history(reward=[0.0, 0.0], attainable=[0.0, -0.2])
     assert summarise(below, TEXT, {}, Path("x"), 1.0, "iterations").attained.startswith(

@@ -73,7 +73,9 @@ def refuse_time_first(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
 
 
 def require_fraction(name: str, value: float) -> None:
-    """Raise `ValueError` unless `value` lies in [0, 1]. NaN does not."""
+    """Raise `ValueError` unless `value` is one number in [0, 1]. NaN is not."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} is a tensor of shape {list(value.shape)}; it must be one number in [0, 1]")
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} is {value}; it must lie in [0, 1]")
 

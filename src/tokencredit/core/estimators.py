@@ -110,9 +110,11 @@ def estimate(
     """
     if isinstance(estimator, str):
         require_choice("estimator", estimator, ESTIMATORS)
-    for option in options:
-        require_choice("option", option, ALL_OPTIONS)
     function = FUNCTIONS[estimator] if isinstance(estimator, str) else estimator
+    for option in options:
+        if option not in ALL_OPTIONS and option in parameters_of(function):
+            raise ValueError(f"option {option!r} is the estimator's own argument; give it with functools.partial")
+        require_choice("option", option, ALL_OPTIONS)
     if values is None and Estimator.of(function).critic == "required":
         raise ValueError(f"values is None; the estimator {_name(estimator)} needs a critic")
     known: dict[str, Any] = {"rewards": rewards, "values": values, **where, **options, **(inputs or {})}

@@ -108,14 +108,16 @@ def of_attainable(share: float, *, few: bool, pooled: bool) -> str:
     """A share of the attainable in words; `few` and `pooled` as in `core.rewards.Attainable`."""
     if share < 0:  # whatever the limit is
         return "nothing of what this reward allows at this KL price: reward less price is below the start's"
+    if (percent := round(100 * share)) > 100:  # no policy exceeds the limit itself
+        return (
+            "an unknown share of what this reward allows at this KL price: samples of the reference with such rewards "
+            f"are too few to estimate the limit ({percent} % of the estimate; tokencredit limit takes more)"
+        )
     bound = "about " if few and pooled else "at most " if few else "at least " if pooled else ""
     reasons = ["too few samples of the reference have such rewards, so that its limit is a lower bound"] * few
     reasons += ["its prompts have too few samples each and count as one, so that its limit is an upper bound"] * pooled
-    if (percent := round(100 * share)) > 100:  # no policy exceeds the limit itself
-        bound = "at most "
-        reasons = [f"{percent} % of the limit that the reference's samples suggest, so they are too few"]
     why = f" ({'; '.join(reasons)}; tokencredit limit takes more)" if reasons else ""
-    return f"{bound}{min(percent, 100)} % of what this reward allows at this KL price{why}"
+    return f"{bound}{percent} % of what this reward allows at this KL price{why}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -253,4 +253,11 @@ def load_estimator(args: Advantage, inputs: Collection[str]) -> Advantage:
         function = partial(function, **args.kwargs)
     known = ("rewards", "values", *BOUNDS, *SETTINGS, *inputs)
     require_known("advantage.estimator", "advantage.kwargs", function, name, known)
+    for setting in (x for x in parameters_of(function).values() if x.name in SETTINGS and hasattr(args, x.name)):
+        value = getattr(args, setting.name)
+        if setting.default is not setting.empty and repr(setting.default) != repr(value):
+            raise ConfigError(
+                f"advantage.estimator {name} gives {setting.name} the default {setting.default!r}, which the setting "
+                f"advantage.{setting.name}, {value!r}, would replace; leave the default out, or rename the parameter"
+            )
     return replace(args, estimator=guarded(function, f"advantage.estimator {name}"), kwargs={})
