@@ -248,6 +248,7 @@ def sweep(options: Options) -> None:
         return
     refuse_broken(runs)
     refuse_changed(runs)
+    runner.check_packages(runs)
     jobs = options.jobs or (1 if options.on == "local" else None)
     if options.dry_run:
         runner.show(runs, jobs, None if options.on == "local" else f"{options.on}: {resources} per run")

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +130,18 @@ def test_unknown_formats_and_two_wishes_are_refused(comparison, run_folder, tmp_
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "z")
     assert main(["compare", "nowhere", "--out", "x.pdf", "--format", "pdf"]) == 2
     assert "'x.pdf', and format is given too" in capsys.readouterr().err
+
+
+def test_tables_need_no_matplotlib_and_every_comparison_scipy(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    tables = ["--format", "html,csv,json,tex", "--out", str(tmp_path / "out")]
+    assert main(["compare", str(run_folder), *tables]) == 0
+    assert len(list((tmp_path / "out").iterdir())) == 7
+    install = "which is not installed: pip install 'tokencredit[compare]'\n"
+    capsys.readouterr()
+    for given, name in (([], "png"), (["--format", "csv,svg"], "svg"), (["--out", "x.pdf"], "pdf")):
+        assert main(["compare", "nowhere", *given]) == 2, "before any run is read"
+        assert capsys.readouterr().err == f"tokencredit: format {name} needs Matplotlib, {install}"
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert main(["compare", "nowhere", *tables]) == 2
+    assert capsys.readouterr().err == f"tokencredit: a comparison needs SciPy, {install}"

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,14 @@ def test_a_dry_run_says_what_is_left_and_how_long_it_takes(three, capsys):
     assert "finished   plain/seed-1\nto begin   nowhere/seed-1\nfinished   faster/seed-1\n" in shown
     assert "3 runs: 2 finished, 0 to resume, 1 to begin; about " in shown
     assert sorted(out.rglob("*")) == before, "it writes nothing"
+
+
+def test_a_missing_package_is_named_before_the_first_run(tmp_path, monkeypatch, capsys):
+    file = sweep_file(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["sweep", str(file), "--dry_run"]) == 0
+    line = "format png needs Matplotlib, which is not installed: pip install 'tokencredit[compare]'"
+    assert capsys.readouterr().out.startswith(f"no comparison at the end: {line}\nto begin   plain/seed-1\n")
 
 
 @pytest.mark.slow

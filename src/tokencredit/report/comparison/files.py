@@ -15,25 +15,20 @@ from typing import Any
 from tokencredit.errors import ConfigError, importing
 from tokencredit.report.comparison.compare import Comparison
 from tokencredit.report.comparison.page import DASHES, MARKED, reach, render, style
-from tokencredit.report.comparison.stats import cell
+from tokencredit.report.comparison.stats import cell, scipy_stats
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.untrusted import visible
-
-with importing("a comparison", "Matplotlib", "tokencredit[compare]"):
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from tokencredit.report.picture import PLAIN
 
 NAME = "comparison"
 """Name of the page and of other files of the whole comparison, in a folder."""
 FIGURES = ("png", "pdf", "svg")
+DEFAULT = ("html", "png")
+"""Formats of a folder."""
 WIDTH = 3.25
 """Width of a figure in inches: a column of a two-column paper."""
 LEGEND = 44
 """Maximum characters in a line of a figure's legend."""
 RC: Any = {
-    **PLAIN,
     **{"font.size": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "legend.fontsize": 7.5},
     **{"axes.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6},
     "pdf.fonttype": 42,  # TrueType, since publishers refuse Type 3
@@ -69,7 +64,7 @@ def write_comparison(comparison: Comparison, out: Path, formats: Sequence[str] |
         if single:
             FORMATS[single](comparison, out, next(iter(comparison.axes)))
             return out
-        for name in formats or ("html", "png"):
+        for name in formats or DEFAULT:
             for part in parts(comparison, name):
                 FORMATS[name](comparison, out / f"{part}.{name}", part)
     except OSError as error:
@@ -77,7 +72,7 @@ def write_comparison(comparison: Comparison, out: Path, formats: Sequence[str] |
             f"cannot write {str(error.filename or out)!r}: {error.strerror}; give another --out"
         ) from error
     page = out / f"{NAME}.html"
-    return page if "html" in (formats or ("html",)) else out
+    return page if "html" in (formats or DEFAULT) else out
 
 
 def parts(comparison: Comparison, name: str) -> Iterable[str]:
@@ -88,15 +83,31 @@ def parts(comparison: Comparison, name: str) -> Iterable[str]:
 
 
 def check_formats(out: Path, formats: Sequence[str] | None) -> str | None:
-    """The format of `out` if it is one file, else None; raises `ConfigError` as `write_comparison` does."""
+    """The format of `out` if it is one file, else None; raises `ConfigError` as `write_comparison` does.
+
+    Raises:
+        NotInstalled: a comparison, or one of these formats, needs a missing package.
+    """
     if unknown := [name for name in formats or () if name not in FORMATS]:
         raise ConfigError(f"format is {unknown[0]!r}; it must be of {', '.join(FORMATS)}, separated by commas")
     ending = out.suffix.removeprefix(".")
-    if ending not in FORMATS:
-        return None
-    if formats is not None:
+    single = ending if ending in FORMATS else None
+    if single and formats is not None:
         raise ConfigError(f"out is the file {str(out)!r}, and format is given too; leave it out, or give a folder")
-    return ending
+    scipy_stats()
+    for name in [single] if single else formats or DEFAULT:
+        if name in FIGURES:
+            drawing(name)
+    return single
+
+
+def drawing(name: str) -> tuple[Any, Any]:
+    """Matplotlib, and the settings of figures; raises `NotInstalled` without it, with the format's name."""
+    with importing(f"format {name}", "Matplotlib", "tokencredit[compare]"):
+        import matplotlib.figure
+
+        from tokencredit.report.picture import PLAIN
+    return matplotlib, PLAIN | RC
 
 
 def write_page(comparison: Comparison, file: Path, _part: str) -> None:
@@ -151,9 +162,11 @@ def write_figure(comparison: Comparison, file: Path, axis: str) -> None:
     labels = [textwrap.fill(visible(group.label), LEGEND) for group in comparison.groups]
     columns = 2 if len(labels) > 1 and max(map(len, labels)) <= LEGEND // 2 - 4 else 1
     height = max(sum(text.count("\n") + 1 for text in labels[column::columns]) for column in range(columns))
-    with matplotlib.rc_context(RC), warnings.catch_warnings():
+    ending = file.suffix.removeprefix(".")
+    matplotlib, rc = drawing(ending)
+    with matplotlib.rc_context(rc), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a missing glyph is drawn as a box
-        picture = Figure(figsize=(WIDTH, 2.2 + 0.14 * height), layout="constrained")
+        picture = matplotlib.figure.Figure(figsize=(WIDTH, 2.2 + 0.14 * height), layout="constrained")
         lines = comparison.curves[axis]
         plot = picture.add_subplot(xlabel=comparison.axes[axis], ylabel=visible(comparison.metric), ylim=reach(lines))
         handles = []
@@ -173,7 +186,7 @@ def write_figure(comparison: Comparison, file: Path, axis: str) -> None:
         plot.spines[["top", "right"]].set_visible(False)
         picture.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, borderaxespad=0.2)
         undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-        picture.savefig(file, dpi=300, metadata=undated.get(file.suffix.removeprefix(".")))
+        picture.savefig(file, dpi=300, metadata=undated.get(ending))
 
 
 FORMATS: dict[str, Callable[[Comparison, Path, str], None]] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from tokencredit.distributed.signals import Signals
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, NotInstalled, RunStopped
 from tokencredit.runs.console import Output
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.resuming import saved
@@ -199,12 +199,22 @@ def table(runs: Sequence[SweepRun], failures: Collection[SweepRun]) -> Table:
     return status
 
 
+def check_packages(runs: Sequence[SweepRun]) -> None:
+    """Say, before the first run, that a package is missing for the comparison at the end."""
+    from tokencredit.report.comparison.files import check_formats
+
+    try:
+        check_formats(home(runs) / COMPARISON, None)
+    except NotInstalled as error:
+        say(f"no comparison at the end: {error}")
+
+
 def compare(done: Sequence[SweepRun], out: Path) -> None:
     """Write the comparison of runs, if they can be compared."""
-    try:
-        from tokencredit.report.comparison import compare as comparing  # Matplotlib and SciPy, at the end only
-        from tokencredit.report.comparison import files
+    from tokencredit.report.comparison import compare as comparing
+    from tokencredit.report.comparison import files
 
+    try:
         comparison = comparing.compare([run.folder for run in done])
         page = files.write_comparison(comparison, out)
     except ConfigError as error:
