@@ -240,11 +240,11 @@ def cite(options: Options) -> None:
 
 
 def folders(runs: Sequence[str]) -> list[Path]:
-    """Paths without what a sweep puts beside its runs and a pattern of the shell meets: a line on stderr names it."""
+    """Paths without what a sweep puts beside its runs and a pattern of the shell meets: a line on stderr counts it."""
     paths = [Path(run) for run in runs]
     found = [path for path in paths if not (path.is_file() or path.suffix == ".job")]
-    if found and (others := [str(path) for path in paths if path not in found]):
-        print(visible(f"left out, since they are no run's folders: {', '.join(others)}"), file=sys.stderr)
+    if found and (others := len(paths) - len(found)):
+        print(f"{others} file{'s' * (others > 1)} left out, beside the runs' folders", file=sys.stderr)
     return found or paths
 
 

@@ -218,7 +218,7 @@ def test_a_run_without_an_iteration_is_left_out_by_name(repeat, tmp_path, capsys
     assert main(["compare", str(empty), run, str(log), "--out", str(tmp_path / "out")]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"left out: '{empty}' has no finished iteration yet\n")
-    assert err == f"left out, since they are no run's folders: {log}\n"
+    assert err == "1 file left out, beside the runs' folders\n"
     assert main(["compare", str(empty), "--out", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"tokencredit: '{empty}' has no finished iteration yet\n"
 

@@ -191,6 +191,18 @@ def test_one_setting_takes_the_name_of_its_runs():
     assert group_runs([made("first")])[0].label == "first"
 
 
+def test_many_seeds_of_a_sweep_take_the_name_of_their_variant():
+    long = {"prompts": {"text": ["long" * 20]}}
+    runs = [
+        made(f"{name}/seed-{seed}", seed=seed, **kind) for name, kind in (("a", {}), ("b", long)) for seed in (1, 2)
+    ]
+    assert [group.label for group in group_runs(runs)] == ["a", "b"]
+    assert group_runs(runs[:2])[0].label == "a"
+    assert [group.label for group in group_runs([runs[0], *runs[2:]])] == ["a", "b"]
+    one_folder = [runs[0], made("a/seed-2", **long), made("a/seed-3", seed=2, **long)]
+    assert [group.label for group in group_runs(one_folder)] == ["seed-1", "seed-2 and 1 more"]
+
+
 def test_many_differences_make_no_name():
     wide = {"prompts": {"text": ["This movie was really", "All in all this film was"]}}
     assert [group.label for group in group_runs([made("one"), made("two", **wide)])] == ["one", "two"]

@@ -141,14 +141,23 @@ def group_runs(runs: Sequence[Run], key: str | None = None) -> list[RunGroup]:
         parts.setdefault(same, []).append(number)
     members = list(parts.values())
     differ = differing([[settings[i] for i in part] for part in members]) if key is None else [key]
-    called = names([run.path for run in runs])
     labels = [", ".join(f"{k} {settings[part[0]].get(k, MISSING)}" for k in differ) for part in members]
     if not differ or max(map(len, labels)) > LABEL:
-        labels = [called[part[0]] + (f" and {len(part) - 1} more" if len(part) > 1 else "") for part in members]
+        labels = called([[runs[i].path for i in part] for part in members])
     return [
         RunGroup(label, [runs[i] for i in part], [settings[i] for i in part])
         for label, part in zip(labels, members, strict=True)
     ]
+
+
+def called(members: Sequence[Sequence[Path]]) -> list[str]:
+    """A name per group of folders: the sweep's variant whose `seed-N` they are, or the first one and how many more."""
+    homes = [{path.parent if re.fullmatch(r"seed-\d+", path.name) else path for path in part} for part in members]
+    if all(len(home) == 1 for home in homes) and len(set().union(*homes)) == len(homes):
+        return names([next(iter(home)) for home in homes])
+    paths = [path for part in members for path in part]
+    shown = dict(zip(paths, names(paths), strict=True))
+    return [shown[part[0]] + (f" and {len(part) - 1} more" if len(part) > 1 else "") for part in members]
 
 
 def values(settings: Sequence[Mapping[str, str]], key: str) -> list[str]:
