@@ -33,7 +33,7 @@ AGENTS = Project(
         "none (the whole batch is one step with algorithm: policy_gradient)": "train_batch_size -tb",
         "none (wrap the environment in a module: env.id: module:Env-v0)": "action_noise_std",
         "none (agents are trained on the CPU)": "no_gpu which_gpu -ngpu -gpu_id",
-        "none (the same seed gives the same run)": "torch_deterministic",
+        "none (same seed and threads: same run)": "torch_deterministic",
         "none (policy/ is always written)": "save_model save_params upload_model hf_entity",
         "none (the environment, env.id, rewards an agent)": "reward reward_funcs reward_model",
         "none (exploration does not depend on the state)": "use_sde sde_sample_freq",

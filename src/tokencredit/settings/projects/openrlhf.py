@@ -125,7 +125,7 @@ NAMES = {
     "none (Adam's are 0.9 and 0.999)": "actor.adam.betas",
     "none (only texts are trained on)": "data.image_key data.max_images_per_prompt actor.freeze_visual_encoder",
     "none (one data set, read whole)": "data.prompt_probs data.dataloader_num_workers data.disable_fast_tokenizer",
-    "none (the same seed gives the same run)": "train.full_determinism_enable",
+    "none (same seed and threads: same run)": "train.full_determinism_enable",
 }
 RENAMED = """
 pretrain=actor.model_name_or_path reward_pretrain=reward.model_name_or_path remote_rm_url=reward.remote_url
