@@ -9,6 +9,7 @@ import torch
 from helpers.proofs import proofs
 from tokencredit.audit.agreement import audit_metrics, judge_credit, judge_critic, share_real
 from tokencredit.audit.truth import Truth
+from tokencredit.audit.verdict import critic_caution, text_parts
 
 SLOPE, OFFSET, NOISE = 0.6, 0.2, 0.5
 
@@ -198,9 +199,31 @@ def test_rows_are_drawn_whole():
         assert twenty[name]["high"] - twenty[name]["low"] == pytest.approx(width, rel=1e-6), name
 
 
-def test_a_large_offset_changes_no_figure():
+RELATIVE = {"explained_variance", "slope", "spread"}
+
+
+@pytest.mark.parametrize("offset", [500.0, 1e6])
+def test_a_large_offset_changes_no_figure_but_those_of_variance_lost_beside_it(offset):
     _, truth, values = made_up(30, 10, seed=3)
-    far = replace(truth, values=truth.values + 1e6)
-    near, moved = judge_critic(truth, values), judge_critic(far, values + 1e6)
+    far = replace(truth, values=truth.values + offset)
+    near, moved = judge_critic(truth, values), judge_critic(far, values + offset)
     for name in set(KNOWN) - {"correlation"}:
-        assert value(moved, name) == pytest.approx(value(near, name), rel=1e-4, abs=1e-4), name
+        known = None if offset == 1e6 and name in RELATIVE else pytest.approx(value(near, name), rel=1e-4, abs=1e-4)
+        assert value(moved, name) == known, name
+
+
+@pytest.mark.parametrize(("error", "judged"), [(1.8e-3, False), (5.0, True)])
+def test_true_values_that_hardly_vary_judge_only_a_critic_far_from_them(error, judged):
+    """CartPole, solved: true values 100 ± 2.2e-5, a critic within 0.0018 of them; or one of 100 ± 5, which is bad."""
+    random = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(16, 4, generator=random, dtype=torch.float64) for _ in range(2))
+    truth, values = truth_of(100 + 2.2e-5 * x, 1e-5), 100 + error * noise
+    critic = judge_critic(truth, values)
+    assert value(critic, "rmse") == pytest.approx(error, rel=0.2)
+    assert value(critic, "constant_rmse") == pytest.approx(2.2e-5, rel=0.2)
+    metrics = audit_metrics(judge_credit(truth, {"a": x}), critic)
+    assert ("audit/explained_variance_high" in metrics) == ("audit/spread_high" in metrics) == judged
+    assert metrics.get("audit/explained_variance_high", 0.0) < -1e6 if judged else metrics["audit/value_noise"] < 0.5
+    caution = "The true values hardly vary here, so the critic cannot be judged by them."
+    assert critic_caution(critic) == (None if judged else caution)
+    assert text_parts(critic["constant_rmse"])[0] == f"{value(critic, 'constant_rmse'):.2g}", "not 0.00"

@@ -50,7 +50,7 @@ def test_the_trust_score_by_hand(run):
     assert correlated(run, 0.03).startswith("Less than 1 % of this run's credit")
     assert correlated(run, -0.4, -0.6, -0.1).startswith("None of this run's credit is real: ")
     assert correlated(run, -0.1, -0.4, 0.2).startswith("It is not shown that any of this run's credit is real: ")
-    assert "correlate 0.00 with" in correlated(run, -0.001)
+    assert "correlate 0.00 with" in correlated(run, -0.001, -0.2, 0.2)
     assert correlated(run, None).startswith("The share of real credit in this run is unknown")
     final = replace(run, audit=run.audit | {"iteration": None})
     assert "completions of the final policy, 8 continuations" in audit_view.trust(final)
@@ -81,6 +81,11 @@ def test_a_critic_measured_mostly_by_noise_has_a_caution(run):
     assert "The critic&#39;s figures are too noisy to judge it: 71 % of" in page.render(run)
     run.audit["critic"]["noise"]["value"] = 0.5
     assert "too noisy to judge it" not in page.render(run)
+    run.audit["critic"]["explained_variance"] = dict.fromkeys(("value", "low", "high"))
+    run.audit["critic"]["rmse"] = {"value": 0.001804, "low": 0.001487, "high": 0.002101}
+    text = page.render(run)
+    assert "The true values hardly vary here, so the critic cannot be judged by them." in text
+    assert "0.0015 to 0.0021" in text
 
 
 def test_the_sentence_on_the_page_is_that_of_the_numbers(run, audited_folder):

@@ -142,6 +142,18 @@ def test_an_audit_says_with_its_table_what_is_noise(credit_noise, value_noise):
     assert ("The critic's figures are too noisy to judge it: 71 % of" in out) == (value_noise > 0.5)
 
 
+def test_an_audit_whose_true_values_hardly_vary_does_not_judge_the_critic():
+    found = {"correlation": figure(0.11, -0.8, 1.2), "sign_agreement": figure(0.5)}
+    estimators = {"credit": {"tokens": 64, "significant": 1, "shown": "gae", "estimators": {"gae": found}}}
+    estimators["credit"]["noise"] = figure(0.2)
+    critic = {"explained_variance": figure(None), "rmse": figure(0.001804), "constant_rmse": figure(2.2e-5)}
+    settings = {"settings": {"episodes": 16}, "iteration": 5, "continuations": 4.0, "seconds": 0.1}
+    audit = estimators | {"critic": critic | {"noise": figure(0.25)}} | settings
+    out = shown(lambda screen: screen.audit(audit))
+    assert "true values: not known (95 % interval not known); RMSE 0.0018, best constant 2.2e-05" in out
+    assert "The true values hardly vary here, so the critic cannot be judged by them." in out
+
+
 @pytest.mark.parametrize(("states", "short"), [(0, True), (15, True), (16, False), (90, False)])
 def test_an_audit_with_too_little_time_says_so(states, short):
     unknown = {"value": None, "low": None, "high": None}

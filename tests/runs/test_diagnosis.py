@@ -544,6 +544,21 @@ def test_advice_names_settings_that_exist():
                 assert key.partition(".")[0] not in groups or key in known, f"{finding.name} advises {key}"
 
 
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_advice_names_no_value_that_a_setting_has(kind):
+    config = CONFIG | {"critic": {"kind": kind, "detach": kind == "shared"}}
+    advised = {}
+    for name in ("critic_worse", "critic_flat", "lam_low", "pretraining"):
+        (found,) = diagnose(sick(name), config)
+        assert ("critic.kind: separate" in found.advice) == (kind == "shared")
+        advised[name] = found.advice
+    assert ("critic.detach: false" in advised["critic_flat"]) == (kind == "shared")
+    greedy = kind == "shared"
+    rows = agent(**{"eval/average_return": 20.0})
+    (found,) = diagnose(rows, AGENT | {"eval": {"greedy": greedy}})
+    assert ("eval.greedy: false" in found.advice) == greedy
+
+
 # Cause and consequence, and cures that the kind of run has.
 
 

@@ -69,10 +69,14 @@ def too_noisy(noise: float) -> str:
 
 
 def critic_caution(critic: Mapping[str, Any] | None) -> str | None:
-    """A caution on a critic's figures if they are mostly noise; None otherwise, and without a critic."""
-    noise = None if critic is None else critic["noise"]["value"]
-    if noise is None or noise <= NOISY:
+    """A caution if noise or nearly equal true values leave the critic without a verdict; None otherwise."""
+    if critic is None:
         return None
+    noise = critic["noise"]["value"] or 0.0
+    if noise <= NOISY:
+        if critic["explained_variance"]["value"] is not None or critic["rmse"]["value"] is None:
+            return None
+        return "The true values hardly vary here, so the critic cannot be judged by them."
     return (
         f"The critic's figures are too noisy to judge it: {100 * noise:.0f} % of the variance of its true values is "
         "sampling noise."
@@ -113,10 +117,14 @@ def audited_rows(settings: Mapping[str, Any]) -> Any:
 
 
 def text_parts(figure: Mapping[str, Any]) -> tuple[str, str]:
-    """A figure and its interval as texts; the interval is empty if unknown."""
+    """A figure and its interval as texts: two decimals, or two digits if all is below 0.01.
+
+    An unknown interval is empty.
+    """
     if figure["value"] is None:
         return "not known", ""
+    ends = [figure[end] for end in ("value", "low", "high")]
+    small = 0 < max(abs(x) for x in ends if x is not None) < 0.01
     # Adding 0.0 leaves no minus sign at a rounded zero.
-    ends = (figure[end] for end in ("value", "low", "high"))
-    value, low, high = (None if x is None else f"{round(x, 2) + 0.0:.2f}" for x in ends)
+    value, low, high = (None if x is None else f"{x + 0.0:.2g}" if small else f"{round(x, 2) + 0.0:.2f}" for x in ends)
     return str(value), "" if low is None or high is None else f"{low} to {high}"

@@ -300,8 +300,8 @@ class Screen:
             explained, interval = text_parts(critic["explained_variance"])
             error, constant = (text_parts(critic[name])[0] for name in ("rmse", "constant_rmse"))
             self.say(
-                f"the critic explains {explained} (95 % interval {interval or 'not known'}) of the true values' "
-                f"variance; RMSE {error}, best constant {constant}"
+                f"the critic's explained variance of the true values: {explained} (95 % interval "
+                f"{interval or 'not known'}); RMSE {error}, best constant {constant}"
             )
             if caution := critic_caution(critic):
                 self.say(caution)

@@ -134,7 +134,8 @@ def critic_worse(run: Evidence) -> Finding | None:
         "Its values are further from the true values than a constant would be, and its errors go into the advantages.",
         _advice(
             run,
-            "give the critic more steps (critic.epochs) or a model of its own (critic.kind: separate)",
+            "give the critic more steps (critic.epochs)",
+            "give the critic a model of its own (critic.kind: separate)",
             "give the critic a head start (critic.pretrain)",
             "lower critic.lr if it overshoots",
         ),
@@ -155,7 +156,7 @@ def critic_flat(run: Evidence) -> Finding | None:
             "raise critic.lr or critic.epochs",
             "give the critic a model of its own (critic.kind: separate)",
             "give the critic a head start (critic.pretrain)",
-            "leave out critic.detach",
+            "set critic.detach: false",
         ),
     )
 
@@ -170,7 +171,11 @@ def lam_low(run: Evidence) -> Finding | None:
         f"{run.audited(name)}, with λ = {lam:g}",
         "With λ = 1, which relies on the critic least, the correlation with the true advantages would rise by at "
         "least that much.",
-        (f"raise advantage.lam{_of_gae(run)}", "improve the critic (critic.epochs, critic.kind: separate)"),
+        (
+            f"raise advantage.lam{_of_gae(run)}",
+            "give the critic more steps (critic.epochs)",
+            "give the critic a model of its own (critic.kind: separate)",
+        ),
     )
 
 

@@ -35,7 +35,8 @@ class Finding:
     """Metrics, with iterations."""
     meaning: str
     cures: tuple[str, ...]
-    """Changes to try, the likeliest to help first; those of settings that this kind of run lacks are left out."""
+    """Changes to try, the likeliest to help first; settings that this kind of run lacks, and values that it has,
+    are left out."""
     name: str = ""
     """That of its check, a function."""
     weight: int = 0
@@ -77,9 +78,14 @@ class Evidence:
         self.samples = [sample for sample in samples if sample["iteration"] == samples[-1]["iteration"]]
 
     def possible(self, cures: Sequence[str]) -> tuple[str, ...]:
-        """The cures whose settings this kind of run has."""
-        foreign = _foreign_keys(self.run_kind)
-        return tuple(cure for cure in cures if foreign.isdisjoint(re.findall(r"\w+(?:\.\w+)+", cure)))
+        """The cures whose settings this kind of run has, and has otherwise."""
+        foreign, key = _foreign_keys(self.run_kind), r"\w+(?:\.\w+)+"
+        return tuple(
+            cure
+            for cure in cures
+            if foreign.isdisjoint(re.findall(key, cure))
+            and not any(str(self.setting(k)).lower() == x for k, x in re.findall(rf"({key}): (\w+)", cure))
+        )
 
     def __len__(self) -> int:
         return len(self.metrics)
