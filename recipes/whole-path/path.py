@@ -113,7 +113,7 @@ def judge(folder: Path, reward: list[Any], seed: int) -> None:
     settings = {"prompts.dataset": folder / "prompts.jsonl", "reward": reward, "reference": folder / "sft" / "policy"}
     for run in models().values():
         model = folder / run if run == "base" else folder / run / "policy"
-        step(folder / f"{run}.json", "evaluate", sampling | settings | {"model": model})
+        step(folder / f"{run}.json", "evaluate", sampling | settings, str(model))
 
 
 def step(target: Path, command: str, settings: Mapping[str, Any], *arguments: str) -> None:
