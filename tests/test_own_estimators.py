@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from helpers.configs import control_config, quiet, text_config
 from helpers.files import read_metrics, without_times
 from tokencredit import ControlConfig, PPOConfig
+from tokencredit.audit.estimates import label
 from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.errors import ConfigError, RunStopped
@@ -102,6 +103,15 @@ def test_any_run_is_audited_with_an_estimator_of_ones_own_beside_its_own(runs, t
     other = replace(trainer.args, kl=KLConfig(coef=0.2))
     with pytest.raises(ConfigError, match=r"kl\.coef is 0\.2; the run in .*ours' had 0\.05: give the same"):
         PPOTrainer(args=other).audit(audit)
+
+
+def test_a_label_has_the_own_arguments_and_not_what_the_run_gives():
+    def entropy_gae(rewards, values, entropy, gamma, lam=0.9, truncated=None, bootstrap=None, low=0.2, high=0.95): ...
+
+    name = "test_a_label_has_the_own_arguments_and_not_what_the_run_gives.entropy_gae"
+    assert label(entropy_gae, LAM) == f"{name}(low=0.2, high=0.95) (test_own_estimators.py), λ = 0.9"
+    fixed = partial(entropy_gae, bootstrap=0.5, low=0.1)
+    assert label(fixed, LAM) == f"{name}(bootstrap=0.5, low=0.1, high=0.95) (test_own_estimators.py), λ = 0.9"
 
 
 def test_the_page_shows_the_own_advantages_first(runs):

@@ -452,7 +452,8 @@ def test_the_command_audits_an_agent(tmp_path, capsys):
 def test_a_time_limit_leaves_fewer_but_whole_pairs(tmp_path):
     args = config()
     settings = AgentAuditConfig(episodes=4, continuations=400, states=None, seconds=1e-6)
-    assert AgentAuditor(args, *agent_of(args)).audit(1, settings)["continuations"] == 4
+    audit = AgentAuditor(args, *agent_of(args)).audit(1, settings)
+    assert (audit["continuations"], audit["limits"]) == (4, {"seconds": 1e-6})
 
 
 class Bad(Drift):

@@ -330,6 +330,7 @@ def test_a_time_limit_leaves_fewer_continuations(tmp_path):
     trainer = trainer_of(tmp_path, audit=settings)
     audit = trainer.auditor.audit(1)
     assert audit.continuations == 4
+    assert audit.record(1, settings, trainer.pipeline)["limits"] == {"seconds": 1e-6}
     assert 0 < audit.truth.values.isfinite().sum() < audit.batch.rollout.mask[audit.rows].sum()
 
 

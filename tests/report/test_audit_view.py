@@ -14,7 +14,7 @@ from selenium.webdriver.support.select import Select
 
 from helpers.browser import draw_all
 from helpers.files import data_of
-from tokencredit.report import audit_view, page
+from tokencredit.report import audit_view, notebook, page
 from tokencredit.report.reading import read_run
 from tokencredit.report.story import next_step
 from tokencredit.report.templating import two_digits
@@ -47,7 +47,8 @@ def test_the_trust_score_by_hand(run):
     assert correlated(run, 0.7).startswith("About 49 % of this run's credit")
     assert f"correlate 0.70 with the true ones ({measured})." in correlated(run, 0.7)
     assert correlated(run, 1.2).startswith("About 100 % of this run's credit")
-    assert correlated(run, 0.03).startswith("Less than 1 % of this run's credit")
+    assert correlated(run, 0.03, 0.01, 0.08).startswith("At most 1 % of this run's credit")
+    assert correlated(run, 0.03, -0.06, 0.12).startswith("At most 2 % of this run's credit"), "its interval allows 1.4"
     assert correlated(run, -0.4, -0.6, -0.1).startswith("None of this run's credit is real: ")
     assert correlated(run, -0.1, -0.4, 0.2).startswith("It is not shown that any of this run's credit is real: ")
     assert "correlate 0.00 with" in correlated(run, -0.001, -0.2, 0.2)
@@ -63,7 +64,37 @@ def test_an_audit_that_is_mostly_noise_gives_no_verdict(run):
         "advantages is sampling noise; advantages (gae, λ = 0.95) correlate -0.33"
     )
     assert sentence.endswith("8 continuations per state). Audit with about 29 --continuations.")
+    assert "-1.81" not in sentence, "an interval of noise is not to be quoted"
     assert correlated(run, 0.3, noise={"value": 1.2}).endswith("Audit with many more --continuations.")
+
+
+def test_the_advice_on_a_noisy_audit_names_the_limit_that_ended_it(run):
+    run.audit["limits"] = {"seconds": 90.0}
+    noise = {"value": 0.7055, "low": 0.45, "high": 1.23}
+    assert correlated(run, -0.33, -1.81, 0.13, noise=noise).endswith(
+        "Audit with about 29 --continuations. The limit of 90 seconds ended this audit: give about 324 --seconds, or "
+        "no limit."
+    )
+    run.audit["limits"] = {"calls": 1234567}
+    for value in (0.3, None):
+        assert correlated(run, value, noise={"value": 1.2}).endswith(
+            "Audit with many more --continuations. The limit of 1234567 calls ended this audit: give more --calls, or "
+            "no limit."
+        )
+
+
+def test_figures_of_noise_are_marked_and_have_no_interval(run):
+    credit = run.audit["credit"]
+    other = credit["estimators"]["td (gae, λ = 0)"]
+    other["correlation"] = other["gain"] = {"value": 0.47, "low": -0.2, "high": 3.88}
+    for noise, cell, high in ((0.6, "0.47, too noisy", None), (0.4, "0.47 (-0.20 to 3.88)", 3.88)):
+        credit["noise"]["value"] = noise
+        found, text = audit_view.view(run.audit), page.render(run)
+        assert [row[1::2] for row in found["estimators"] if row[0].startswith("td")] == [(cell, cell)]
+        assert found["chart"]["correlations"]["td (gae, λ = 0)"]["high"] == high
+        assert cell in text
+        assert ("to 3.88" in text) == (high is not None)
+        assert cell in notebook.AuditRecord(run.audit)._repr_html_()
 
 
 def test_an_audit_of_few_completions_gives_no_verdict(run):

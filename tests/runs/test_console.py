@@ -94,7 +94,7 @@ AUDIT = {
 
 
 def test_an_audit_has_a_line():
-    line = "audit: 9 % of the credit is real (correlation 0.30, 95 % interval 0.21 to 0.38)"
+    line = "audit: about 9 % of the credit is real (correlation 0.30, 95 % interval 0.21 to 0.38)"
     critic = ", the critic explains 0.63 of the true values' variance\n"
     for terminal in (False, True):
         assert line + critic.strip() in shown(lambda screen: screen.iteration(METRICS | AUDIT), terminal)
@@ -122,14 +122,16 @@ def figure(value, low=None, high=None):
 
 @pytest.mark.parametrize(("credit_noise", "value_noise"), [(0.63, 0.1), (0.2, 0.71), (0.63, 0.71)])
 def test_an_audit_says_with_its_table_what_is_noise(credit_noise, value_noise):
-    found = {"correlation": figure(0.11, -0.8, 1.2), "sign_agreement": figure(0.5)}
+    found = {"correlation": figure(0.11, -0.8, 1.2), "sign_agreement": figure(0.5), "gain": figure(0.0, 0.0, 0.0)}
+    other = found | {"correlation": figure(0.47, -0.2, 3.88), "gain": figure(0.36, -0.1, 2.9)}
+    label = "entropy_gae(low=0.2, high=0.95, power=2.0, floor=0.01) (mine.py)"
     critic = {"explained_variance": figure(-0.4, -0.9, -0.1), "rmse": figure(0.4), "constant_rmse": figure(0.3)}
     audit = {
         "credit": {
             "tokens": 90,
             "significant": 17,
             "shown": "gae",
-            "estimators": {"gae": found},
+            "estimators": {"gae": found, label: other},
             "noise": figure(credit_noise),
         },
         "critic": critic | {"noise": figure(value_noise)},
@@ -137,7 +139,13 @@ def test_an_audit_says_with_its_table_what_is_noise(credit_noise, value_noise):
     } | {"iteration": 5, "continuations": 4.0, "seconds": 0.1}
     out = shown(lambda screen: screen.audit(audit))
     assert credit_verdict(audit) in out
-    assert "sign agreement (n = 17)" in out
+    assert "minus this run's" in out
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in out.splitlines() if "│" in line]
+    assert "".join(row[0] for row in rows).replace(" ", "") == f"gae{label}".replace(" ", ""), "no name is cut"
+    noisy = [["0.11, too noisy", ""], ["0.47, too noisy", "0.36, too noisy"]]
+    clear = [["0.11 (-0.80 to 1.20)", ""], ["0.47 (-0.20 to 3.88)", "0.36 (-0.10 to 2.90)"]]
+    assert [row[1:] for row in rows if row[1]] == (noisy if credit_noise > 0.5 else clear)
+    assert ("3.88" in out) == (credit_noise <= 0.5)
     assert ("This audit is too noisy to say" in out) == (credit_noise > 0.5)
     assert ("The critic's figures are too noisy to judge it: 71 % of" in out) == (value_noise > 0.5)
 
@@ -158,7 +166,7 @@ def test_an_audit_whose_true_values_hardly_vary_does_not_judge_the_critic():
 def test_an_audit_with_too_little_time_says_so(states, short):
     unknown = {"value": None, "low": None, "high": None}
     estimators = {"gae": {"correlation": unknown, "sign_agreement": unknown}}
-    credit = {"tokens": states, "significant": 0, "shown": "gae", "estimators": estimators}
+    credit = {"tokens": states, "significant": 0, "shown": "gae", "estimators": estimators, "noise": unknown}
     settings = {"completions": 16, "continuations": 32}
     audit = {"credit": credit, "critic": None, "iteration": 1, "continuations": 4.0, "seconds": 0.1}
     out = shown(lambda screen: screen.audit(audit | {"settings": settings}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tokencredit.core.estimator_table import ESTIMATORS, Estimator, EstimatorFunction
+from tokencredit.core.estimator_table import ESTIMATORS, Estimator, EstimatorFunction, inputs_named
 from tokencredit.settings.parts import name_of
 
 LAMBDAS = (0.5, 0.9, 0.95)
@@ -29,7 +29,7 @@ def label(name: str | EstimatorFunction, options: Mapping[str, Any]) -> str:
         return {0.0: TD, 1.0: MONTE_CARLO}.get(lam, f"gae, λ = {lam:.3g}")
     shown = {"lam": "λ", "alpha": "α", "n": "n"}
     settings = [f"{shown[key]} = {options[key]:g}" for key in spec_of(name).settings if key in shown]
-    return ", ".join([name if isinstance(name, str) else name_of(name), *settings])
+    return ", ".join([name if isinstance(name, str) else name_of(name, without=inputs_named(name)), *settings])
 
 
 def spec_of(name: str | EstimatorFunction) -> Estimator:

@@ -18,34 +18,48 @@ all lie on one side of a median with probability 2^(1-n): 6 % for five, so that 
 
 def unknown(credit: Mapping[str, Any]) -> bool:
     """True if an audit cannot tell how much of the credit is real: it is too noisy, or has too few rows."""
-    noise, correlation = credit["noise"]["value"], credit["estimators"][credit["shown"]]["correlation"]
-    return correlation["low"] is None or (noise is not None and noise > NOISY)
+    return credit["estimators"][credit["shown"]]["correlation"]["low"] is None or noisy(credit)
+
+
+def noisy(credit: Mapping[str, Any]) -> bool:
+    """True if most of the variance of an audit's true advantages is noise."""
+    noise = credit["noise"]["value"]
+    return noise is not None and noise > NOISY
 
 
 def credit_verdict(audit: Mapping[str, Any]) -> str:
     """The share of real credit in the contents of an audit.json, or why it cannot tell; holds untrusted text."""
     credit = audit["credit"]
-    correlation = credit["estimators"][credit["shown"]]["correlation"]
+    noise, correlation = credit["noise"]["value"], credit["estimators"][credit["shown"]]["correlation"]
     if correlation["value"] is None:
         return (
             "The share of real credit in this run is unknown: noise in the true values may explain the whole result "
-            f"({measured(audit)}). More continuations per state make them more precise."
+            f"({measured(audit)}). {_advice(audit, noise)}"
         )
     value, interval = text_parts(correlation)
-    within = f"{interval}, " if interval else ""
+    within = f"{interval}, " if interval and not noisy(credit) else ""
     correlates = f"advantages ({credit['shown']}) correlate {value} with the true ones ({within}{measured(audit)})"
-    noise = credit["noise"]["value"]
-    if noise is not None and noise > NOISY:
-        # Noise falls as one over the continuations; 0.4 of the variance leaves room for the error of its estimate.
-        enough = math.ceil(audit["continuations"] * noise / (1 - noise) * 0.6 / 0.4) if noise < 1 else 0
-        count = f"about {enough}" if enough else "many more"
-        return f"This audit is {too_noisy(noise)}; {correlates}. Audit with {count} --continuations."
+    if noisy(credit):
+        return f"This audit is {too_noisy(noise)}; {correlates}. {_advice(audit, noise)}"
     if audited_rows(audit["settings"]) < MIN_ROWS:
         return (
             f"This audit is too small to say how much of this run's credit is real: intervals need at least {MIN_ROWS} "
             f"{rows_name(audit)}; {correlates}. Audit with more --completions."
         )
     return f"{share(correlation)} of this run's credit is real: {correlates}."
+
+
+def _advice(audit: Mapping[str, Any], noise: float | None) -> str:
+    """The size of an audit with less noise, beyond the limits that ended this one."""
+    # Noise falls as one over the continuations; 0.4 of the variance leaves room for the error of its estimate.
+    more = noise / (1 - noise) * 0.6 / 0.4 if noise is not None and noise < 1 else None
+    count = "many more" if more is None else f"about {math.ceil(audit['continuations'] * more)}"
+    sentences = [f"Audit with {count} --continuations."]
+    for name, limit in audit.get("limits", {}).items():
+        enough = "more" if more is None else f"about {math.ceil(limit * more)}"
+        reached = str(round(limit, 1)).removesuffix(".0")
+        sentences.append(f"The limit of {reached} {name} ended this audit: give {enough} --{name}, or no limit.")
+    return " ".join(sentences)
 
 
 def significant(advantages: Sequence[float], error: float, iteration: int) -> str:
@@ -84,12 +98,14 @@ def critic_caution(critic: Mapping[str, Any] | None) -> str | None:
 
 
 def share(correlation: Mapping[str, Any]) -> str:
-    """The squared correlation, as the beginning of a sentence."""
+    """The squared correlation, as the beginning of a sentence that claims no more than its interval."""
     value, high = correlation["value"], correlation["high"]
     if value <= 0:
         return "None" if high is None or high <= 0 else "It is not shown that any"
     percent = 100 * min(value, 1.0) ** 2
-    return "Less than 1 %" if percent < 1 else f"About {percent:.0f} %"
+    if percent >= 1 or high is None:
+        return f"About {percent:.0f} %"
+    return f"At most {math.ceil(100 * min(max(value, high), 1.0) ** 2)} %"
 
 
 def measured(audit: Mapping[str, Any]) -> str:
@@ -128,3 +144,11 @@ def text_parts(figure: Mapping[str, Any]) -> tuple[str, str]:
     # Adding 0.0 leaves no minus sign at a rounded zero.
     value, low, high = (None if x is None else f"{x + 0.0:.2g}" if small else f"{round(x, 2) + 0.0:.2f}" for x in ends)
     return str(value), "" if low is None or high is None else f"{low} to {high}"
+
+
+def figure_text(figure: Mapping[str, Any], *, noisy: bool = False) -> str:
+    """A figure as text, with its interval, or if it is noise with a word that it is."""
+    value, interval = text_parts(figure)
+    if noisy and figure["value"] is not None:
+        return f"{value}, too noisy"
+    return f"{value} ({interval})" if interval else value

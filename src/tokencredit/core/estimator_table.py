@@ -61,6 +61,12 @@ def named(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, A
     return {name: known[name] for name in parameters_of(function) if name in known}
 
 
+def inputs_named(function: Callable[..., Any]) -> list[str]:
+    """Parameters that a run gives an estimator; the others are its own."""
+    given = ("rewards", "values", *BOUNDS, *SETTINGS, *INPUTS, "group_size", "baseline")
+    return [name for name in parameters_of(function) if name in given]
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator("required", ("gamma", "lam")),
     "td": Estimator("required", ("gamma",)),

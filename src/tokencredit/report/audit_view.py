@@ -9,7 +9,9 @@ from typing import Any
 from tokencredit.audit.verdict import (
     credit_verdict,
     critic_caution,
+    figure_text,
     measured,
+    noisy,
     share,
     significant,
     text_parts,
@@ -104,28 +106,28 @@ def view(audit: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if audit is None:
         return None
     credit, critic = audit["credit"], audit["critic"]
+    noise = noisy(credit)
     marks = {credit["shown"]: " (this run's)"}
     rows = [
-        (visible(label) + marks.get(label, ""), *(text(found[name]) for name in OF_ESTIMATOR))
+        (
+            visible(label) + marks.get(label, ""),
+            *(figure_text(found[name], noisy=noise and name != "sign_agreement") for name in OF_ESTIMATOR),
+        )
         for label, found in credit["estimators"].items()
     ]
-    correlations = {visible(label): found["correlation"] for label, found in credit["estimators"].items()}
+    ends = {"low": None, "high": None} if noise else {}
+    correlations = {visible(label): found["correlation"] | ends for label, found in credit["estimators"].items()}
     return {
         "size": measured(audit),
-        "noise": text(credit["noise"]),
+        "noise": figure_text(credit["noise"]),
         "estimators": rows,
         "significant": credit["significant"],
         "critic": [(name, *text_parts(critic[key]), meaning) for key, (name, meaning) in CRITIC.items() if critic],
         "caution": critic_caution(critic),
         "chart": {
             "shown": visible(credit["shown"]),
+            "noisy": noise,
             "correlations": correlations,
             "reliability": [] if critic is None else critic["reliability"],
         },
     }
-
-
-def text(found: Mapping[str, Any]) -> str:
-    """A figure with its interval, as text."""
-    value, interval = text_parts(found)
-    return f"{value} ({interval})" if interval else value

@@ -87,6 +87,7 @@ AUDIT_FILE: dict[str, Form] = {
     "continuations": NUMBER,
     "calls?": COUNT,
     "tokens?": COUNT,
+    "limits?": {"*": NUMBER},
     "credit": {
         "tokens": COUNT,
         "significant": COUNT,

@@ -14,7 +14,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from tokencredit.audit.verdict import NOISY, audited_rows, credit_verdict, critic_caution, text_parts, too_noisy
+from tokencredit.audit.verdict import (
+    NOISY,
+    audited_rows,
+    credit_verdict,
+    critic_caution,
+    figure_text,
+    noisy,
+    share,
+    text_parts,
+    too_noisy,
+)
 from tokencredit.distributed.signals import NO_READER, leave_closed_output
 from tokencredit.runs.diagnosis import Finding
 from tokencredit.runs.summary import OPEN_END, Summary, averaged, duration, figure, in_iterations
@@ -285,16 +295,21 @@ class Screen:
         self.say(_audited(metrics))
 
     def audit(self, audit: Mapping[str, Any]) -> None:
-        """Show an audit: each estimator's correlation with the true advantages, and the critic."""
+        """Show an audit: each estimator's correlation with the true advantages, less the run's own, and the critic."""
         credit, critic = audit["credit"], audit["critic"]
-        table = Table(title=f"credit against true values, iteration {audit['iteration']}", title_justify="left")
-        for column in ("estimator", "correlation", "95 % interval", f"sign agreement (n = {credit['significant']})"):
-            table.add_column(column, justify="left" if column == "estimator" else "right")
+        title = f"credit against true values, iteration {audit['iteration']}, with 95 % intervals"
+        table, noise = Table(title=title, title_justify="left"), noisy(credit)
+        table.add_column("estimator", overflow="fold")
+        table.add_column("correlation", justify="right", no_wrap=True)
+        table.add_column("minus this run's", justify="right", no_wrap=True)
+        table.add_column(f"sign agreement (n = {credit['significant']})", justify="right")
         for label, figures in credit["estimators"].items():
             signs = figures["sign_agreement"]["value"]
             agreement = "not known" if signs is None else f"{signs:.0%}"
-            style = "bold" if label == credit["shown"] else None
-            table.add_row(label, *text_parts(figures["correlation"]), agreement, style=style)
+            shown = label == credit["shown"]
+            gain = "" if shown else figure_text(figures["gain"], noisy=noise)
+            correlation = figure_text(figures["correlation"], noisy=noise)
+            table.add_row(label, correlation, gain, agreement, style="bold" if shown else None)
         self.console.print(table)
         if critic is not None:
             explained, interval = text_parts(critic["explained_variance"])
@@ -326,15 +341,16 @@ def _audited(metrics: Mapping[str, float]) -> str:
     correlation, low, high = (metrics.get(f"audit/correlation{end}") for end in ("", "_low", "_high"))
     explained, noise = metrics.get("audit/explained_variance"), metrics.get("audit/noise", 0.0)
     if correlation is None:
-        share = f"audit: {too_noisy(noise)}" if NOISY < noise < 1 else "audit: the share of real credit is unknown"
+        line = f"audit: {too_noisy(noise)}" if NOISY < noise < 1 else "audit: the share of real credit is unknown"
     else:
-        percent = f"{100 * metrics['audit/trust']:.0f} % of the credit is real"
-        share = f"audit: {percent} (correlation {correlation:.2f}, 95 % interval {low:.2f} to {high:.2f})"
+        real = share({"value": correlation, "high": high}).lower()
+        line = f"audit: {real} of the credit is real (correlation {correlation:.2f}, "
+        line += f"95 % interval {low:.2f} to {high:.2f})"
     if explained is None:
-        return share
+        return line
     if metrics.get("audit/value_noise", 0.0) > NOISY:
-        return f"{share}, too noisy to judge the critic"
-    return f"{share}, the critic explains {explained:.2f} of the true values' variance"
+        return f"{line}, too noisy to judge the critic"
+    return f"{line}, the critic explains {explained:.2f} of the true values' variance"
 
 
 def _reference(sample: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -316,7 +317,8 @@ def audit_at_end(
         if seconds < MIN_AUDITED or rows < least:
             needed = max(MIN_AUDITED, least * each / AUDIT_SHARE)
             record.screen.say(
-                f"no audit at the end: it needs a run of {needed:.0f} s, to take less than 8 % of its time"
+                f"no audit at the end: it needs a run of {needed:.0f} s, to take less than 8 % of its time; to audit "
+                f"anyway: tokencredit audit {shlex.quote(str(record.folder.path))} now, or train with --audit.every N"
             )
             return
         found = audit(rows, budget)

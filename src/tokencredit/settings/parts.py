@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +49,8 @@ def label_of(part: Any) -> str:
     return part.removeprefix(PYTHON) if part.startswith(PYTHON) else f"{name} ({Path(location).name})"
 
 
-def name_of(part: Any, *, digest: bool = False) -> str:
-    """The name of a function, class or object with its arguments and its file, and on request its digest."""
-    return label(describe(inspect.unwrap(part) if callable(part) else part), digest=digest)
+def name_of(part: Any, *, digest: bool = False, without: Collection[str] = ()) -> str:
+    """The name of a function, class or object with its arguments but some, its file, and on request its digest."""
+    described = describe(inspect.unwrap(part) if callable(part) else part)
+    arguments = {name: value for name, value in described.get("arguments", {}).items() if name not in without}
+    return label(described | {"arguments": arguments}, digest=digest)

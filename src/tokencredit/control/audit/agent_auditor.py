@@ -122,11 +122,14 @@ class AgentAuditor:
             rollout = self.rollout(replays, episodes, random)
             returns = PairedReturns(rollout, replays.choices)
             self.play(replays, returns, starts(episodes, settings, random, deadline))
+        continuations = len(returns.weights) / len(returns.values)
+        ended = settings.seconds is not None and continuations < settings.continuations
         return {
             "iteration": number,
             "settings": {name: getattr(settings, name) for name in ("episodes", "continuations", "states")},
             **judge(returns.truth(), rollout.values, dict(self.estimates(rollout))),
-            "continuations": len(returns.weights) / len(returns.values),
+            "continuations": continuations,
+            "limits": {"seconds": settings.seconds} if ended else {},
             "bootstrapped": fmean(returns.weights),
             "seconds": time.perf_counter() - started,
             "samples": [],

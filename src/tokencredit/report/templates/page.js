@@ -172,7 +172,7 @@ function whatIf() {
       const say = (i) => {
         by("numbers").textContent = `${placeOf(sample, i)}token ${i + 1}, “${sample.tokens[i]}”: advantage ${withError(values[i], error(i))} with ${label}${beside(i)}`;
       };
-      const correlation = truth && audit.correlations[label] ? `, correlation with true advantages ${withInterval(audit.correlations[label])} over the audit` : "";
+      const correlation = truth && audit.correlations[label] ? `, correlation with true advantages ${withInterval(audit.correlations[label])}${audit.noisy ? ", too noisy," : ""} over the audit` : "";
       return make("div", { className: "sample" },
         make("div", { className: "about" }, make("b", { textContent: label }),
           make("span", { textContent: (known.length ? `mean ${format(mean)}, deviation ${format(Number(deviation.toFixed(4)))}` : "not measured") + correlation })),
@@ -202,7 +202,7 @@ function auditCharts() {
     type: "scatter", mode: "markers", x: figures.map((f) => f.value), y: found.map(([label]) => plain(label)), error_x: reaches("value", figures, "low", "high"),
     marker: { color: accent, size: 9, symbol: found.map(([label]) => (label === audit.shown ? "diamond" : "circle")) }, hovertemplate: "%{y}: %{x:.2f}<extra></extra>",
   }], {
-    ...chart, yaxis: { automargin: true }, xaxis: { title: { text: "correlation, 95 % interval" } },
+    ...chart, yaxis: { automargin: true }, xaxis: { title: { text: `correlation, ${audit.noisy ? "too noisy" : "95 % interval"}` } },
   });
   if (!by("reliability")) return;
   const bins = audit.reliability, ends = bins.flatMap((b) => [b.predicted, b.true]), range = [Math.min(...ends), Math.max(...ends)];

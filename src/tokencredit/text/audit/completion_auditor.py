@@ -54,6 +54,8 @@ class Audit:
     """Advantages by the estimator's label; the first is the run's own."""
     continuations: float
     """Mean number of continuations per state."""
+    limits: Mapping[str, float]
+    """Limits that ended this process's audit, by their settings."""
     cost: Cost
     """Of this process."""
 
@@ -80,6 +82,7 @@ class Audit:
             "iteration": number,
             "settings": {name: getattr(settings, name) for name in ("completions", "continuations", "states")},
             "continuations": self.continuations,
+            "limits": dict(self.limits),
             "seconds": self.cost.seconds,
             "samples": [{"iteration": number, **sample} for sample in self.samples(pipeline.tokenizer)],
         } | self.judge(pipeline.processes)
@@ -164,6 +167,7 @@ class CompletionAuditor:
             None if values is None else values.where(batch.valued, torch.nan).cpu()[rows],
             {label: x.cpu()[rows] for label, x in self._estimates(credit, batch, scale, group)},
             float(returns.counts[returns.counts > 0].mean()),
+            meter.ended_by,
             Cost(meter.calls, meter.tokens, time.perf_counter() - meter.started),
         )
 

@@ -91,6 +91,8 @@ class Meter:
         self.processes = pipeline.processes.count
         self.before = [term.scored for term in self.terms]
         self.started, self.parts, self.tokens = time.perf_counter(), 0, 0
+        self.ended_by: dict[str, float] = {}
+        """Limits that left out continuations."""
         first = -(-size.completions // self.processes) * self.processes * group
         for name, needed in {"calls": first, "tokens": first * longest}.items():
             limit = getattr(size, name)
@@ -112,12 +114,13 @@ class Meter:
 
     def allows(self, at: Tensor, count: int) -> bool:
         """True if `count` continuations from each of the states before tokens `at` stay within the limits."""
-        size, texts = self.size, count * len(at)
         self.parts += 1
-        if size.seconds is not None and self.parts > 2 and time.perf_counter() > self.started + size.seconds:
-            return False
-        if size.tokens is not None:
-            most = self.tokens + count * int((self.longest - at).sum())
-            if most * self.processes > size.tokens:
-                return False
-        return size.calls is None or (self.calls + texts) * self.processes <= size.calls
+        cost = {
+            "seconds": time.perf_counter() - self.started if self.parts > 2 else 0.0,
+            "calls": (self.calls + count * len(at)) * self.processes,
+            "tokens": (self.tokens + count * int((self.longest - at).sum())) * self.processes,
+        }
+        limits = {name: getattr(self.size, name) for name in cost}
+        over = {name: limit for name, limit in limits.items() if limit is not None and cost[name] > limit}
+        self.ended_by |= over
+        return not over
