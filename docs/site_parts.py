@@ -41,17 +41,18 @@ def list_notebooks(app: Sphinx, page: str, text: list[str]) -> None:
 
 
 def with_outputs(_app: Sphinx, page: str, text: list[str]) -> None:
-    """Show a notebook with its outputs, if it was executed as it is now."""
+    """Show a notebook with its outputs, if its code was executed as it is now; its text may have changed since."""
     executed = EXECUTED / f"{Path(page).name}.ipynb"
     if page.startswith("notebooks/") and executed.is_file():
-        found = executed.read_text(encoding="utf-8")
-        if sources(found) == sources(text[0]):
-            text[0] = found
+        ran, cells = json.loads(executed.read_text(encoding="utf-8")), json.loads(text[0])["cells"]
+        if sources(ran["cells"]) == sources(cells):
+            code = (cell for cell in ran["cells"] if cell["cell_type"] == "code")
+            text[0] = json.dumps(ran | {"cells": [next(code) if x["cell_type"] == "code" else x for x in cells]})
 
 
-def sources(notebook: str) -> list[str]:
-    """The texts of a notebook's cells."""
-    return ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]]
+def sources(cells: list[Any]) -> list[str]:
+    """The code of a notebook's cells."""
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
 def mathml(translator: Any, node: nodes.Element) -> None:

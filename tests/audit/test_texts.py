@@ -467,7 +467,10 @@ def test_a_run_with_a_reward_and_rows_from_python_is_audited_there_and_by_the_co
     assert re.search(r"this audit: about \d+ reward calls, \d+ tokens, \d+ s\n", shown)
     assert f", {found['calls']} reward calls and " in shown
     for arguments, message in (
-        (given[:2], "was begun in Python with train_dataset, which its folder does not hold"),
+        (
+            given[:2],
+            "was begun in Python with train_dataset, which its .*; a FILE.py is imported, so it trains under if ",
+        ),
         (["--reward", "mine.py:other", *given[2:]], r"reward_funcs is other .*; the run had short .*: give the same"),
         ([*given[:3], "mine.py:OTHERS"], "train_dataset is 1 row of prompt, goal .*; the run had 2 rows of prompt"),
         ([*given, "--no-code"], "--no-code, but --reward"),

@@ -78,7 +78,7 @@ def test_the_gallery_has_the_picture_outcome_and_page_of_runs_that_are_there(mon
     assert sorted(file.name for file in (tmp_path / "site" / "gallery").iterdir()) == ["cartpole.html", "main-job.html"]
 
 
-def test_a_notebook_has_its_outputs_unless_it_has_changed_since(monkeypatch, tmp_path):
+def test_a_notebook_has_its_outputs_unless_its_code_has_changed_since(monkeypatch, tmp_path):
     for package in ("sphinx", "latex2mathml"):
         pytest.importorskip(package)
     monkeypatch.syspath_prepend(ROOT / "docs")
@@ -97,6 +97,12 @@ def test_a_notebook_has_its_outputs_unless_it_has_changed_since(monkeypatch, tmp
         return found[0]
 
     assert "done" in shown("notebooks/2-gae-by-hand", stored)
-    changed = stored.replace(executed["cells"][0]["source"][0].rstrip(), "# Another title", 1)
+    retitled = shown(
+        "notebooks/2-gae-by-hand", stored.replace(executed["cells"][0]["source"][0].rstrip(), "# Another", 1)
+    )
+    assert "# Another" in retitled
+    assert "done" in retitled
+    changed = stored.replace(code["source"][0].rstrip(), "import this", 1)
+    assert changed != stored
     assert shown("notebooks/2-gae-by-hand", changed) == changed
     assert shown("docs/report", "text") == "text"

@@ -73,11 +73,14 @@ def audit_completions(
 
     if arguments := [name for name in config.python if name not in ("callbacks", "eval_dataset", *given)]:
         flags = [OPTIONS.get(name, "") for name in arguments]
-        by_command = f"; or give the command {' '.join(f'{flag} FILE.py:NAME' for flag in flags)}" if all(flags) else ""
+        named = " ".join(f"{flag} FILE.py:NAME" for flag in flags)
+        by_command = (
+            f"; or give the command {named}; a FILE.py is imported, so it trains under if __name__ == '__main__':"
+        )
         raise ConfigError(
             f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; audit it "
             "there: trainer.audit() after trainer.train(), or of another trainer made with the same arguments"
-            f"{by_command}"
+            f"{by_command if all(flags) else ''}"
         )
     with preserved():
         python = {name: config.python[name] for name in given}
