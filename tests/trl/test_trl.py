@@ -186,9 +186,12 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     refused = capsys.readouterr().err
     assert "trainer.audit() after trainer.train(), or of another trainer made with the same arguments" in refused
     assert "--reward" not in refused, "for the command cannot be given the model"
+    torch.manual_seed(7)
+    fresh = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)
+    assert not fresh.score.weight.equal(value.score.weight)
     with pytest.warns(UserWarning, match="not honoured"):
-        again = training(tokenizer, here / "out", callbacks=[log])
-    assert again.audit(size)["credit"] == audit["credit"], "in another process, too"
+        again = training(tokenizer, here / "out", callbacks=[log], value_model=fresh)
+    assert again.audit(size)["credit"] == audit["credit"], "in another process, too, whose score head is another"
     trainer.save_model(str(here / "out"))
     AutoModelForCausalLM.from_pretrained(here / "out")
     trainer.generate_completions()

@@ -210,14 +210,28 @@ class TrainingTrainer(PPOTrainer):
         return {"rollout.stop_at_eos": kind == "eos" or token is not None}
 
     def _critic(self) -> dict[str, Any]:
-        """Settings of the value model: the folder in which it is saved as it is, its score head too."""
+        """Settings of the value model: the folder in which it is saved as it is, its score head too.
+
+        A script's head is random anew in each process. That of a run stays, and the trained one is in its checkpoint.
+        """
         if self.value_model is None:
             return {"critic.name": None}
         folder, processes = f"{Path(self.args.output_dir)}-value-model", PartialState()
-        if processes.is_main_process:
+        begun = (Path(self.args.output_dir) / "config.yaml").is_file()
+        if processes.is_main_process and not (begun and same_but_head(self.value_model, Path(folder))):
             self.value_model.save_pretrained(folder)
         processes.wait_for_everyone()
         return {"critic.name": folder}
+
+
+def same_but_head(model: Any, folder: Path) -> bool:
+    """True if a folder holds the value model but for the weights of its score head."""
+    if not (folder / "config.json").is_file():
+        return False
+    saved, own = type(model).from_pretrained(folder, dtype="auto").state_dict(), model.state_dict()
+    return saved.keys() == own.keys() and all(
+        torch.equal(saved[name], own[name].cpu()) for name in own if not name.startswith("score.")
+    )
 
 
 class SteppingTrainer(PPOTrainer):
