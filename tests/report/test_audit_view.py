@@ -133,6 +133,9 @@ def test_without_an_audit_the_page_says_how_to_measure(run_folder):
     assert "tokencredit audit &#39;" in text  # the folder's name has a space
     assert 'id="audit"' not in text
     assert data_of(text)["audit"] is None
+    run = read_run(run_folder)
+    unsaved = replace(run, config=run.config | {"run": run.config["run"] | {"save_every": 0}})
+    assert "audit.every in a new run, since run.save_every: 0 saves no checkpoint" in audit_view.trust(unsaved)
 
 
 def test_audited_completions_are_one_more_iteration(run):

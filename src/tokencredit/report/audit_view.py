@@ -61,6 +61,8 @@ def audit_command(run: Run) -> str:
     """How to audit a run."""
     if run.python:
         return "trainer.audit() in Python, or audit.every"
+    if run.setting("run.save_every") == 0:
+        return "audit.every in a new run, since run.save_every: 0 saves no checkpoint to audit"
     return visible(f"tokencredit audit {shlex.quote(str(run.path))}")
 
 

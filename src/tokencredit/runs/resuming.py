@@ -64,8 +64,8 @@ def at_iteration(
     available = saved(run)
     if not available:
         raise ConfigError(
-            f"{str(run)!r} has no checkpoint; a run writes one every run.save_every iterations and at its end; "
-            "audit.every audits during training"
+            f"{str(run)!r} has no checkpoint; a run writes one every run.save_every iterations and at its end, with "
+            "0 none; audit.every audits during training"
         )
     number = available[-1] if number is None else number
     if number not in available:
