@@ -273,8 +273,7 @@ class PPOTrainer(LoopByHand):
         """Metrics and samples so far of an iteration that failed after its update; None if it failed before."""
         if self.updated is None or self.progress is None:
             return None
-        metrics = self.progress[0] | self.updated
-        metrics = {name: x for name, x in metrics.items() if isinstance(x, Real)}  # a callback's too
+        metrics = {k: x for k, x in (self.progress[0] | self.updated).items() if isinstance(x, Real)}  # callbacks' too
         return metrics | self.stages.times(metrics["tokens"]), self.progress[1]
 
     def collect(self) -> Batch:
