@@ -61,7 +61,7 @@ def test_an_agent_is_audited_at_the_end(any_length, tmp_path):
 def test_a_short_run_says_that_it_has_no_audit(tmp_path, capsys):
     text_run(tmp_path / "run", 1)
     line = r"no audit at the end: it needs a run of \d+ s, to take less than 8 % of its time; to audit anyway: "
-    line += r"tokencredit audit \S+/run now, or train with --audit\.every N\n"
+    line += r"tokencredit audit \S+/run now, or train with audit\.every\n"
     assert re.search(line, capsys.readouterr().out)
     assert not (tmp_path / "run" / "audit.json").exists()
 

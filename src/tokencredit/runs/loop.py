@@ -316,9 +316,10 @@ def audit_at_end(
         rows = min(int(budget / each), most) if each > 0 else 0
         if seconds < MIN_AUDITED or rows < least:
             needed = max(MIN_AUDITED, least * each / AUDIT_SHARE)
+            by_command = f"tokencredit audit {shlex.quote(str(record.folder.path))}"
             record.screen.say(
                 f"no audit at the end: it needs a run of {needed:.0f} s, to take less than 8 % of its time; to audit "
-                f"anyway: tokencredit audit {shlex.quote(str(record.folder.path))} now, or train with --audit.every N"
+                f"anyway: {'trainer.audit()' if record.config['python'] else by_command} now, or train with audit.every"
             )
             return
         found = audit(rows, budget)
