@@ -29,7 +29,7 @@ _NAMES = {
     "argument_checks": "empty_rows refuse_foreign refuse_time_first require_acted require_choice require_finite "
     "require_flags require_fraction require_not_negative require_positive require_rows require_shape require_tensors",
     "episodes": "EpisodeBounds Steps prepare_steps reverse_scan",
-    "estimator_table": "ESTIMATORS Estimator named parameters_of",
+    "estimator_table": "ESTIMATORS Estimator inputs_named named parameters_of",
     "estimators": "Turns estimate estimate_by_turn",
     "logprobs": "token_loss token_stats",
     "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values "
