@@ -28,7 +28,7 @@ from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.trl.config import settings_of
 from tokencredit.trl.metrics import Relay, statistics
-from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, create_reference_model
+from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, create_reference_model, same_but_head
 
 ONLY_NEW = {"args", "processing_class", "policy", "ref_policy", "reward_model", "value_model", "train_dataset"}
 """Arguments of TRL 0.12 to 1.9, not of its loop before."""
@@ -222,16 +222,6 @@ class TrainingTrainer(PPOTrainer):
             self.value_model.save_pretrained(folder)
         processes.wait_for_everyone()
         return {"critic.name": folder}
-
-
-def same_but_head(model: Any, folder: Path) -> bool:
-    """True if a folder holds the value model but for the weights of its score head."""
-    if not (folder / "config.json").is_file():
-        return False
-    saved, own = type(model).from_pretrained(folder, dtype="auto").state_dict(), model.state_dict()
-    return saved.keys() == own.keys() and all(
-        torch.equal(saved[name], own[name].cpu()) for name in own if not name.startswith("score.")
-    )
 
 
 class SteppingTrainer(PPOTrainer):

@@ -1,9 +1,10 @@
-"""The models of scripts for TRL up to 0.11: a causal model whose critic the trainer holds, references, sampling."""
+"""Models of scripts for TRL: a causal model whose critic the trainer holds, references, sampling, value models."""
 
 from __future__ import annotations
 
 import re
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,3 +138,13 @@ class LengthSampler:
     def __call__(self) -> int:
         """A length."""
         return int(np.random.choice(self.values))  # noqa: NPY002  (the generator that scripts seed)
+
+
+def same_but_head(model: Any, folder: Path) -> bool:
+    """True if a folder holds the value model but for the weights of its score head."""
+    if not (folder / "config.json").is_file():
+        return False
+    saved, own = type(model).from_pretrained(folder, dtype="auto").state_dict(), model.state_dict()
+    return saved.keys() == own.keys() and all(
+        torch.equal(saved[name], own[name].cpu()) for name in own if not name.startswith("score.")
+    )
