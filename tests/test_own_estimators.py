@@ -100,6 +100,8 @@ def test_any_run_is_audited_with_an_estimator_of_ones_own_beside_its_own(runs, t
     assert {"gae, λ = 0.9", "unsure(scale_of_lam=1.0) (test_own_estimators.py)"} <= set(found["estimators"])
     with pytest.raises(ConfigError, match="needs temperature, which this run does not have"):
         trainer.audit(audit, estimator=needs_more)
+    with pytest.raises(ConfigError, match=r"the default 0\.5, which the setting advantage\.lam, 0\.9, would replace"):
+        trainer.audit(audit, estimator=lambda rewards, values, lam=0.5: (rewards, values))  # the run's λ, not a default
     other = replace(trainer.args, kl=KLConfig(coef=0.2))
     with pytest.raises(ConfigError, match=r"kl\.coef is 0\.2; the run in .*ours' had 0\.05: give the same"):
         PPOTrainer(args=other).audit(audit)

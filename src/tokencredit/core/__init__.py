@@ -32,8 +32,8 @@ _NAMES = {
     "estimator_table": "ESTIMATORS Estimator inputs_named named parameters_of",
     "estimators": "Turns estimate estimate_by_turn",
     "logprobs": "token_loss token_stats",
-    "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values "
-    "ratio_stats reduction_count smoothed_histogram token_weights value_loss weighted_sum",
+    "losses": "REDUCTIONS Clip RatioStats clip_range clipped_surrogate histogram_loss histogram_values ratio_stats "
+    "reduction_count smoothed_histogram token_weights value_loss weighted_sum",
     "masked": "Reduce above_rounding at_least_float32 explained_variance extents inverse_deviation moments "
     "moments_and_centred whiten whiten_with_divisor zero_outside",
     "off_policy": "CorrectionStats correction correction_stats divergence_mask importance_ratios interpolated_logprobs "

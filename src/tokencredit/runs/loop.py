@@ -27,6 +27,7 @@ from tokencredit.runs.summary import Summary
 from tokencredit.runs.transcript import acted
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import plain
+from tokencredit.settings.run_kind import CONTROL
 from tokencredit.settings.training import AuditSettings, RunSettings
 
 State = dict[str, Any]
@@ -316,10 +317,12 @@ def audit_at_end(
         rows = min(int(budget / each), most) if each > 0 else 0
         if seconds < MIN_AUDITED or rows < least:
             needed = max(MIN_AUDITED, least * each / AUDIT_SHARE)
-            by_command = f"tokencredit audit {shlex.quote(str(record.folder.path))}"
+            ways = [f"tokencredit audit {shlex.quote(str(record.folder.path))} now", "train with audit.every"]
+            if record.config["python"]:  # which no command has; an agent's trainer has no audit on request
+                ways[0:1] = [] if record.run_kind is CONTROL else ["trainer.audit() now"]
             record.screen.say(
                 f"no audit at the end: it needs a run of {needed:.0f} s, to take less than 8 % of its time; to audit "
-                f"anyway: {'trainer.audit()' if record.config['python'] else by_command} now, or train with audit.every"
+                f"anyway: {', or '.join(ways)}"
             )
             return
         found = audit(rows, budget)

@@ -73,8 +73,8 @@ class Credit:
         Bootstrapping from the critic as well would count the score twice, and since the critic learns from that sum,
         its values would diverge. `advantage.bootstrap` does bootstrap, and therefore needs rewards per token.
 
-        Masked completions are excluded from the loss and from whitening. Their scores still count in groups, running
-        means and `score.normalize`, as in TRL's GRPOTrainer.
+        With `ppo.mask_truncated` truncated completions are excluded from the loss and from whitening. Their scores
+        still count in groups, running means and `score.normalize`, as in TRL's GRPOTrainer.
 
         Raises:
             RunStopped: the settings do not fit the kind of scores, of whole completions or per token.

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
+from tokencredit.runs.resuming import saved
 from tokencredit.runs.summary import OPEN_END
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
@@ -212,12 +213,12 @@ class TrainingTrainer(PPOTrainer):
     def _critic(self) -> dict[str, Any]:
         """Settings of the value model: the folder in which it is saved as it is, its score head too.
 
-        A script's head is random anew in each process. That of a run stays, and the trained one is in its checkpoint.
+        A script's head is random anew in each process. That of a run with a checkpoint, which can only go on, stays.
         """
         if self.value_model is None:
             return {"critic.name": None}
         folder, processes = f"{Path(self.args.output_dir)}-value-model", PartialState()
-        begun = (Path(self.args.output_dir) / "config.yaml").is_file()
+        begun = saved(Path(self.args.output_dir))
         if processes.is_main_process and not (begun and same_but_head(self.value_model, Path(folder))):
             self.value_model.save_pretrained(folder)
         processes.wait_for_everyone()

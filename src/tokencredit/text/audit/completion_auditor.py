@@ -111,7 +111,8 @@ class CompletionAuditor:
         # An estimator reads scores of the text alone, which those with the usual end are not.
         bare = pipeline.prefix_every and scoring(pipeline.terms) and not self.credit.prefixes.end
         inputs = [name for name in inputs_of(self.credit.args) if name != "prefix_scores" or bare]
-        other = load_estimator(AdvantageConfig(estimator=estimator), inputs)
+        run = replace(self.credit.args.advantage, estimator=estimator, kwargs={})
+        other = AdvantageConfig(estimator=load_estimator(run, inputs).estimator)
         other.check_critic(self.credit.args.critic)
         entropy = pipeline.entropy or "entropy" in other.reads().inputs
         return replace(self, pipeline=replace(pipeline, entropy=entropy), other=other.estimator)
