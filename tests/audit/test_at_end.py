@@ -9,7 +9,7 @@ from helpers.configs import control_config, quiet, text_config
 from helpers.files import TIMES, drop_keys, read_metrics
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.runs import loop
-from tokencredit.settings.control import AgentAuditConfig
+from tokencredit.settings.control import AgentAdvantageConfig, AgentAuditConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
@@ -64,6 +64,9 @@ def test_a_short_run_says_that_it_has_no_audit(tmp_path, capsys):
     line += r"tokencredit audit \S+/run now, or train with audit\.every\n"
     assert re.search(line, capsys.readouterr().out)
     assert not (tmp_path / "run" / "audit.json").exists()
+    own = AgentAdvantageConfig(estimator=lambda rewards, values: (rewards - values, rewards))
+    ControlTrainer(control_config(tmp_path / "agent", 1, advantage=own)).train()
+    assert "; to audit anyway: train with audit.every\n" in capsys.readouterr().out, "it has no audit on request"
 
 
 def test_the_audit_at_the_end_keeps_its_limit_of_reward_calls(any_length, tmp_path, capsys):

@@ -111,8 +111,9 @@ class CompletionAuditor:
         # An estimator reads scores of the text alone, which those with the usual end are not.
         bare = pipeline.prefix_every and scoring(pipeline.terms) and not self.credit.prefixes.end
         inputs = [name for name in inputs_of(self.credit.args) if name != "prefix_scores" or bare]
-        run = replace(self.credit.args.advantage, estimator=estimator, kwargs={})
-        other = AdvantageConfig(estimator=load_estimator(run, inputs).estimator)
+        # It gets the run's settings, and need not read those that the run's own estimator reads.
+        loaded = load_estimator(replace(self.credit.args.advantage, estimator=estimator, kwargs={}), inputs)
+        other = AdvantageConfig(estimator=loaded.estimator)
         other.check_critic(self.credit.args.critic)
         entropy = pipeline.entropy or "entropy" in other.reads().inputs
         return replace(self, pipeline=replace(pipeline, entropy=entropy), other=other.estimator)
