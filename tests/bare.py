@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-MISSING = ["datasets", "matplotlib", "pandas", "plotly", "pyarrow", "scipy", "tensorboard", "tensorflow"]
+MISSING = ["datasets", "gymnasium", "matplotlib", "pandas", "plotly", "pyarrow", "scipy", "tensorboard", "tensorflow"]
 MISSING += ["tensorboardX", "fcntl"]  # Windows has no fcntl
 ROWS = [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"}]
 
@@ -92,6 +92,7 @@ def main(folder: Path) -> None:
     print(refusal(train, "no", 1, trackers=["tensorboard"]))
     print(refusal(train, "no", 1, rows=("one", "two")))
     print(refusal(tc.compare, [folder / "run", folder / "japanese"]))
+    print(refusal(lambda: tc.ControlTrainer))
     assert not (folder / "no").exists()
     assert not {name.partition(".")[0] for name in sys.modules} & set(MISSING)
 

@@ -50,6 +50,7 @@ def test_a_japanese_prompt_trains_where_the_locale_is_ascii(folder, output):
         "run.trackers needs tensorboard, which is not installed: pip install tensorboard",
         "train_dataset is of type tuple; it must be a datasets.Dataset",
         "a comparison needs SciPy, which is not installed: pip install 'tokencredit[compare]'",
+        "an agent needs Gymnasium, which is not installed: pip install 'tokencredit[control]'",
     ],
 )
 def test_a_setting_that_needs_a_missing_package_is_refused_with_the_package(message, output):

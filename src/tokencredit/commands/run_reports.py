@@ -29,7 +29,6 @@ from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import CONTROL, read_config, read_source, run_config_file, run_kind_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
-from tokencredit.tools.load_run import require_gymnasium
 
 RUN = positional("run", "RUN, the folder of a run", help="Folder of a run, finished or still training.")
 OPEN = option("--open", action="store_true", help="Open the page in the browser.")
@@ -81,7 +80,6 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
         agent = read_config(run / "config.yaml", ControlConfig, options.no_code)
         if options.calls or options.tokens or options.reward or options.dataset or options.estimator:
             raise ConfigError("--calls, --tokens, --reward, --prompts.dataset and --estimator are for texts")
-        require_gymnasium()
         return audit_agent(run, agent, AgentAuditConfig(episodes=options.completions, **shared), options.checkpoint)
     config = read_config(run / "config.yaml", PPOConfig, options.no_code)
 
@@ -127,7 +125,6 @@ def limit(options: Options) -> None:
 def play(options: Options) -> None:
     """Run `tokencredit play`."""
     config = read_config(Path(options.run) / "config.yaml", ControlConfig, options.no_code)
-    require_gymnasium()
     from tokencredit.control.agent_evaluation import play_run
 
     settings = EpisodesConfig(episodes=options.episodes, greedy=not options.sample, videos=options.videos)

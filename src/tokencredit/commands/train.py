@@ -32,7 +32,6 @@ from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.reader import grouped
 from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, refuse_python
 from tokencredit.settings.text import PPOConfig
-from tokencredit.tools.load_run import require_gymnasium
 
 if TYPE_CHECKING:
     from tokencredit.tools.sweep.launch import Launcher, Resources
@@ -108,7 +107,6 @@ def train_run(kind: type[Config], options: Options) -> None:
         raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
     with training(config, resume=resume) as (config, resume):
         if isinstance(config, ControlConfig):
-            require_gymnasium()
             from tokencredit.control.control_trainer import ControlTrainer
 
             with raising_interrupt():  # from the start, so that the environments' processes are ended too

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokencredit.errors import ConfigError, importing
+from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import CONTROL, read_config, read_source, run_kind_of
@@ -32,13 +32,6 @@ def load(name: str | Path, which: str = "policy") -> Policy | TrainedAgent:
         return Policy(read_source(str(name)), which)
     if which != "policy":
         raise ConfigError(f"which is {which!r}; the run of an agent has only its 'policy'")
-    require_gymnasium()
     from tokencredit.control.trained_agent import TrainedAgent
 
     return TrainedAgent(file.parent, read_config(file, ControlConfig))
-
-
-def require_gymnasium() -> None:
-    """Raise `ConfigError` if the Gymnasium world is not installed."""
-    with importing("an agent", "Gymnasium", "tokencredit[control]"):
-        import gymnasium  # noqa: F401
