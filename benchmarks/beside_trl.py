@@ -1,11 +1,13 @@
 """Jobs by TRL beside Tokencredit, at the same tokens: reward and KL per iteration, and time (`make beside-trl`).
 
-    PYTHON benchmarks/beside_trl.py [--worlds builtin subj=FOLDER] [--methods ours ppo grpo rloo] [--seeds 1 2 3 4 5]
+    PYTHON benchmarks/beside_trl.py [--worlds builtin subj=FOLDER few-words=examples/few-words/run.yaml]
+        [--methods ours ppo grpo rloo] [--seeds 1 2 3 4 5]
 
 `ppo` is TRL 1.9.2's PPOTrainer, the last one, in an environment with `torch==2.13.0 trl==1.9.2`; `grpo` and `rloo` are
-TRL 1.16's. The worlds of folders are made by benchmarks/worlds.py. All run on one thread with the main job's settings:
-40 iterations of 64 completions of 24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, a KL coefficient of
-0.05 nats per sequence. `ours` is the default. Differences of TRL:
+TRL 1.16's. The worlds of folders are made by benchmarks/worlds.py; those of an example have its first reward, a
+function, and its number of tokens. All run on one thread with the main job's settings: 40 iterations of 64 completions
+of 24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, a KL coefficient of 0.05 nats per sequence. `ours`
+is the default, in bfloat16 where the CPU has its instructions; TRL's models are in float32. Differences of TRL:
 
 - The rate decays to 0 and not to a tenth, without a warm-up.
 - `ppo`: λ = 0.95, a critic of the policy's size, initialised from it, with the policy's rate, no gradient clipping.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import sys
 import tempfile
 import time
@@ -30,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
@@ -41,30 +45,46 @@ BUILTIN = {
     "reward": [{"classifier": str(REVIEWS / "sentiment"), "label": "NEGATIVE"}],
     "prompts.text": ["This movie was really"],
 }
-ITERATIONS, BATCH, TOKENS, GROUP, MINIBATCHES, EPOCHS, PRICE = 40, 64, 24, 8, 4, 4, 0.05
+ITERATIONS, BATCH, GROUP, MINIBATCHES, EPOCHS, PRICE = 40, 64, 8, 4, 4, 0.05
 FRESH = 256
 """Completions of the trained policy that are measured at the end."""
 PADDING = 255
 """A byte that occurs in no text; the policies give it no probability to speak of."""
 
 
+def settings_of(world: str) -> dict[str, Any]:
+    """The settings of a world: the built-in one, `NAME=FOLDER`, or `NAME=FILE` of an example."""
+    path = Path(world.partition("=")[2])
+    if path.suffix == ".yaml":
+        example = yaml.safe_load(path.read_text())
+        text = example["prompts"]["text"]
+        return {
+            "model.name": example.get("model", {}).get("name", BUILTIN["model.name"]),
+            "prompts.text": text if isinstance(text, list) else [text],
+            "reward": example["reward"][:1],
+            "rollout.max_new_tokens": example["rollout"]["max_new_tokens"],
+        }
+    return BUILTIN if world == "builtin" else json.loads((path / "world.json").read_text())
+
+
 class World:
-    """A policy to train, its prompts and a classifier whose probability of one label is the reward."""
+    """A policy to train, its prompts and a reward: a classifier's probability of one label, or a function."""
 
     def __init__(self, name: str):
-        folder = name.partition("=")[2]
-        settings = json.loads((Path(folder) / "world.json").read_text()) if folder else BUILTIN
-        reward = settings["reward"][0]
+        settings = settings_of(name)
+        self.reward = settings["reward"][0]
         self.name, self.policy, self.prompts = name, settings["model.name"], settings["prompts.text"]
+        self.tokens = settings.get("rollout.max_new_tokens", 24)
         # TRL strips padding from texts, so padding can be neither the end-of-text token nor any token that is sampled.
         self.tokenizer = AutoTokenizer.from_pretrained(self.policy, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(PADDING)
         self.width = max(len(self.tokenizer(prompt)["input_ids"]) for prompt in self.prompts)
-        self.words = AutoTokenizer.from_pretrained(reward["classifier"])
-        self.classifier = AutoModelForSequenceClassification.from_pretrained(
-            reward["classifier"], dtype=torch.float32
-        ).eval()
-        self.label = self.classifier.config.label2id[reward["label"]]
+        if "classifier" in self.reward:
+            self.words = AutoTokenizer.from_pretrained(self.reward["classifier"])
+            self.classifier = AutoModelForSequenceClassification.from_pretrained(
+                self.reward["classifier"], dtype=torch.float32
+            ).eval()
+            self.label = self.classifier.config.label2id[self.reward["label"]]
 
     def model(self, folder: str | Path | None = None) -> Any:
         """A language model in float32: the reference, or one from a folder."""
@@ -77,15 +97,24 @@ class World:
     @torch.no_grad()
     def scores(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Reward of whole texts; the classifier has a vocabulary of its own, so they are decoded and read anew."""
-        texts = [self.tokenizer.decode(row[own], skip_special_tokens=True) for row, own in zip(ids, mask, strict=True)]
-        read = self.words(texts, return_tensors="pt", padding=True, truncation=True)
+        if "function" in self.reward:
+            file, _, function = self.reward["function"].partition(":")
+            split = slice(None, self.width), slice(self.width, None)
+            prompts, completions = (self.texts(ids[:, part], mask[:, part]) for part in split)
+            options = self.reward.get("kwargs", {})
+            return torch.tensor(runpy.run_path(file)[function](prompts, completions, **options))
+        read = self.words(self.texts(ids, mask), return_tensors="pt", padding=True, truncation=True)
         return self.classifier(**read).logits.softmax(-1)[:, self.label]
 
+    def texts(self, ids: Tensor, mask: Tensor) -> list[str]:
+        """The rows as text."""
+        return [self.tokenizer.decode(row[own], skip_special_tokens=True) for row, own in zip(ids, mask, strict=True)]
+
     def padded(self, prompts: list[str], completions: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Ids and mask, `[batch, width + TOKENS]`: prompts padded on the left, completions on the right."""
+        """Ids and mask, `[batch, width + tokens]`: prompts padded on the left, completions on the right."""
         width = self.width
         first = self.tokenizer(prompts, padding="max_length", max_length=width, return_tensors="pt")
-        ids = torch.full((len(prompts), width + TOKENS), PADDING)
+        ids = torch.full((len(prompts), width + self.tokens), PADDING)
         mask = torch.zeros_like(ids, dtype=torch.bool)
         ids[:, :width], mask[:, :width] = first.input_ids, first.attention_mask.bool()
         for row, completion in enumerate(completions):
@@ -99,7 +128,7 @@ class World:
         torch.manual_seed(1000 + seed)
         prompts, end = self.rows(FRESH), self.tokenizer.eos_token_id
         asked = self.tokenizer(prompts, padding=True, return_tensors="pt")
-        options = {"do_sample": True, "top_k": 0, "max_new_tokens": TOKENS, "pad_token_id": PADDING}
+        options = {"do_sample": True, "top_k": 0, "max_new_tokens": self.tokens, "pad_token_id": PADDING}
         texts = policy.generate(**asked, **options)[:, asked.input_ids.shape[1] :].tolist()
         return self.padded(prompts, [text[: text.index(end) + 1] if end in text else text for text in texts])
 
@@ -191,7 +220,7 @@ def ppo(world: World, course: Course, seed: int, folder: str) -> None:
             local_rollout_forward_batch_size=BATCH,
             num_mini_batches=MINIBATCHES,
             num_ppo_epochs=EPOCHS,
-            response_length=TOKENS,
+            response_length=world.tokens,
             stop_token="eos",
             kl_coef=PRICE,
             vf_coef=0.5,
@@ -230,7 +259,7 @@ def grouped(method: str, world: World, course: Course, seed: int, folder: str) -
             steps_per_generation=MINIBATCHES,
             num_iterations=EPOCHS,
             num_generations=GROUP,
-            max_completion_length=TOKENS,
+            max_completion_length=world.tokens,
             beta=PRICE,
             shuffle_dataset=False,
             **({"scale_rewards": "none"} if method == "grpo" else {}),
@@ -245,7 +274,7 @@ def grouped(method: str, world: World, course: Course, seed: int, folder: str) -
 
 def ours(world: World, course: Course, seed: int, folder: str) -> None:
     """Train with Tokencredit's default settings."""
-    from truth import BASE, world_settings
+    from truth import BASE
 
     from tokencredit import Callback, PPOConfig, PPOTrainer
 
@@ -257,7 +286,7 @@ def ours(world: World, course: Course, seed: int, folder: str) -> None:
             course.figures["kl"].append(four(metrics["kl"]))
             course.stamp(seconds())
 
-    settings = world_settings(world.name) | BASE
+    settings = settings_of(world.name) | BASE
     settings |= {"run.iterations": ITERATIONS, "seed": seed, "run.dir": f"{folder}/run"}
     trainer = PPOTrainer(args=PPOConfig.from_dict(settings), callbacks=[Times()])
     course.start()
@@ -293,7 +322,7 @@ def read() -> dict[str, Any]:
 def main() -> int:
     """Run the missing runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worlds", nargs="+", default=["builtin"], help="builtin, or NAME=FOLDER of a world")
+    parser.add_argument("--worlds", nargs="+", default=["builtin"], help="builtin, NAME=FOLDER or NAME=FILE")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     options = parser.parse_args()

@@ -94,9 +94,9 @@ def audited(run: Run, what: str) -> float:
 
 
 def share(run: Run, what: str) -> float:
-    """The share of the attainable, the mean of three iterations up to one; of worlds.json."""
+    """The share of the attainable, the mean of three iterations up to one; NaN where that is not known."""
     at = int(what)
-    if len(run["reward"]) < at:
+    if len(run["reward"]) < at or "best" not in run:
         return math.nan
     objective = average(run["reward"][at - 3 : at]) - PRICE * average(run["kl"][at - 3 : at])
     return (objective - run["reference"][0]) / (run["best"][0] - run["reference"][0])
@@ -129,10 +129,10 @@ def pace(run: Run, metric: str) -> float:
 
 
 def by_world(worlds: Mapping[str, Any]) -> Study:
-    """Each world's variants as one study, each run with the best objective of its world and the reference's."""
+    """Each world's variants as one study, each run with its world's best objective and the reference's, if known."""
     return {
         f"{world}, {variant}": {
-            seed: run | {"best": [study["limit"]["best"]], "reference": [study["limit"]["reference"]]}
+            seed: run | {key: [study["limit"][key]] for key in ("best", "reference") if "limit" in study}
             for seed, run in runs.items()
         }
         for world, study in worlds.items()
@@ -672,7 +672,10 @@ def map_control(study: Study) -> str:
 def studies() -> Studies:
     """All stored studies; `by-world` has the runs of `worlds`, and those of the main job of `truth`."""
     found = {path.stem: read(path.stem) for path in DATA.glob("*.json")}
-    limits = {world: {"limit": found["worlds"][world]["limit"]} for world in found["beside-trl"]}
+    limits = {
+        world: {"limit": found["worlds"][world]["limit"]} if world in found["worlds"] else {}
+        for world in found["beside-trl"]
+    }
     main_job = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
     worlds = found["worlds"] | {"builtin": found["worlds"]["builtin"] | main_job}
     return found | {

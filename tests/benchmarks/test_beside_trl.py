@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("trl")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import beside_trl  # noqa: E402
-from beside_trl import PADDING, TOKENS, World  # noqa: E402
+from beside_trl import PADDING, World  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +21,21 @@ def world():
 
 def test_texts_are_padded_at_both_ends(world):
     end = world.tokenizer.eos_token_id
-    ids, mask = world.padded(["This movie was really", "This"], [[5, 6, end], list(range(1, TOKENS + 1))])
+    ids, mask = world.padded(["This movie was really", "This"], [[5, 6, end], list(range(1, 25))])
     long, short = (len(world.tokenizer(text)["input_ids"]) for text in ("This movie was really", "This"))
-    assert ids.shape == mask.shape == (2, long + TOKENS)
-    assert mask.sum(1).tolist() == [long + 3, short + TOKENS]
+    assert ids.shape == mask.shape == (2, long + 24)
+    assert mask.sum(1).tolist() == [long + 3, short + 24]
     assert ids[0, long : long + 3].tolist() == [5, 6, end]
     assert (ids[~mask] == PADDING).all()
+
+
+def test_the_reward_of_an_example_is_its_function(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    world = World("few-words=examples/few-words/run.yaml")
+    completions = [" good.", " good", " one two three four five six seven eight nine ten."]
+    texts = world.padded(["The story was"] * 3, [world.tokenizer(text)["input_ids"] for text in completions])
+    assert world.scores(*texts).tolist() == pytest.approx([1, 0, 0.8])
+    assert texts[0].shape[1] == world.width + 32
 
 
 @torch.no_grad()
