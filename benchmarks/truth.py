@@ -180,8 +180,8 @@ def main() -> int:
         for world in options.worlds:
             for variant in options.variants:
                 keep(options.out, world, variant, seed)
-    from findings import read as kept_study
     from findings import readme_table  # which imports Matplotlib
+    from findings_measures import read as kept_study
 
     print("", *readme_table(read(options.out), kept_study("truth")), sep="\n")
     return 0

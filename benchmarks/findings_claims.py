@@ -1,0 +1,347 @@
+"""The claims of benchmarks/findings.md, and the verdicts that kept runs give on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from findings_figures import BESIDE_TRL
+from findings_measures import (
+    Comparison,
+    Measure,
+    Run,
+    Studies,
+    Study,
+    early,
+    end,
+    gained,
+    has,
+    judged,
+    share,
+    unsteadiness,
+    whole,
+)
+
+WITHOUT_CRITIC = ("grpo", "rloo", "dr-grpo", "reinforce++")
+"""Variants of the study `reasoning` without a critic, as published."""
+RESAMPLED = "grpo-masked,batch_size=80"
+"""The variant of the study `reasoning` with as many groups with signal as others have groups."""
+LADDER = ("ppo", "value-pretraining", "decoupled", "length-adaptive", "clip-higher", "token-loss", "positive-nll")
+LADDER += ("groups",)
+"""Rungs of the study `reasoning-ladder`."""
+SAO = {
+    "dis": "masking by double-sided importance sampling solves more than PPO's clip",
+    "faster-critic": "two updates of the critic per update of the policy solve more than one",
+    "frozen-attention": "a critic whose attention is frozen solves more",
+    "value-pretraining": "a pretrained critic solves more",
+    "length-adaptive": "a λ that adapts to the length solves more, with the critic's at 1",
+}
+"""Rungs of the study `sao` above `single`, and the claim that each makes."""
+LEARNED_OR_NONE = ("learned critic", "group_relative", "leave_one_out")
+"""Variants without scores of prefixes that were run in three worlds."""
+RETURN = "train/average_return"
+OWN_STEPS = "critic_value_loss"
+"""Metric of a critic that learns in steps of its own."""
+LAMBDA_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
+    "λ = 0.95 ends above 0 and 1": (end, [("0.95", "0", RETURN), ("0.95", "1", RETURN)]),
+    "0 starts fastest": (early, [("0", "0.95", RETURN), ("0", "1", RETURN)]),
+    "1 is least steady": (unsteadiness, [("1", "0", RETURN), ("1", "0.95", RETURN)]),
+    "the advantages' deviation grows with λ": (
+        whole,
+        [("0.95", "0", "advantage_std"), ("1", "0.95", "advantage_std")],
+    ),
+}
+"""Claims on λ: what is measured, and pairs of λ of which the first is above the second if the claim holds."""
+
+
+def by_lambda(studies: Studies) -> dict[str, Study]:
+    """The runs of each λ by environment and, beside the plain policy gradient, algorithm; none of older recipes."""
+    sorted_: dict[str, dict[str, Mapping[str, Run]]] = {}
+    for name, study in {"HumanoidStandup": studies["humanoid"], "the pendulum": studies["pendulum"]}.items():
+        for variant, runs in study.items() if has(study, OWN_STEPS) else ():
+            place = f"{name} with PPO" if variant.startswith("algorithm=ppo,") else name
+            sorted_.setdefault(place, {})[variant.rpartition("lam=")[2]] = runs
+    return sorted_
+
+
+def lambda_table(studies: Studies) -> str:
+    """A line per claim on λ: its verdict and differences in each environment."""
+    places = by_lambda(studies)
+    lines = ["| claim | " + " | ".join(places) + " |", "|" + "---|" * (len(places) + 1)]
+    for text, claim in LAMBDA_CLAIMS.items():
+        cells = [f"{words}: {'; '.join(shown)}" for words, shown in (judged(x, *claim) for x in places.values())]
+        lines.append(f"| {text} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def lambda_verdict(studies: Studies, claims: Sequence[str]) -> str:
+    """The verdicts on some claims on λ in a line."""
+    texts = []
+    for claim in claims:
+        verdicts = {place: judged(study, *LAMBDA_CLAIMS[claim])[0] for place, study in by_lambda(studies).items()}
+        texts.append(f"{claim}: " + ", ".join(f"{text} on {place}" for place, text in verdicts.items()))
+    return "; ".join(texts)
+
+
+def older_lambda(studies: Studies) -> str:
+    """A note on kept runs from before the critic had steps of its own."""
+    places = {"HumanoidStandup": "humanoid", "the pendulum": "pendulum"}
+    older = [place for place, name in places.items() if not has(studies[name], OWN_STEPS)]
+    if not older:
+        return "All runs are of these recipes."
+    return (
+        f"**The kept runs on {' and '.join(older)} are of an older recipe, and decide nothing.** λ also changed the "
+        "targets of the critic, which learned in the policy's one step. Rollouts were cut after 1,000 or 250 steps, "
+        "and rewards divided by the deviation of a return that carried on over truncations."
+    )
+
+
+CRITIC_FREE = ("uniform", "group_relative", "leave_one_out")
+
+
+def trained_critics(text: Study) -> bool:
+    """True if kept runs of estimators that read no critic trained one all the same."""
+    return any(has({name: text.get(f"estimator={name}", {})}, "value_loss") for name in CRITIC_FREE)
+
+
+def uniform_verdict(text: Study, cartpole: Study) -> str:
+    """The verdict on credit by token against one credit per text, or on CartPole per episode."""
+    words, texts = judged(text, whole, [("estimator=gae", "estimator=uniform", "reward")])
+    note = ", compared with `uniform` runs that [trained a critic too](#7a-every-estimator)" * trained_critics(text)
+    games, episodes = judged(cartpole, whole, [("estimator=gae", "estimator=total_return", RETURN)])
+    return (
+        f"on texts of at most 24 tokens: {words}, {'; '.join(texts)} of mean reward{note}. On CartPole, beside one "
+        f"credit for all steps of an episode: {games}, {'; '.join(episodes)} of mean return"
+    ).replace("estimator=", "")
+
+
+def critic_free_note(text: Study) -> str:
+    """A note on kept runs from before `critic.kind: none`."""
+    if not trained_critics(text):
+        return "`uniform`, `group_relative`, `leave_one_out` and rows with `critic=none` train no critic."
+    return (
+        "**Runs kept from before `critic.kind: none`.** `uniform`, `group_relative` and `leave_one_out` had a critic "
+        "on the shared trunk. They do not use it, but its value loss moved the policy through the trunk, even at a "
+        "constant reward. So their rows are not results of training without a critic; the recipe's runs will replace "
+        "them."
+    )
+
+
+CONTROL_BY_MAP = "token-gae-8-per-map"
+
+
+def map_control(study: Study) -> str:
+    """How much of the critic's lead is that it sees more maps."""
+    if CONTROL_BY_MAP not in study:
+        return f"The control with a critic and eight episodes per map, `{CONTROL_BY_MAP}`, has no kept runs yet."
+    others = ("group-relative", "leave-one-out")
+    words, shown = judged(study, whole, [(CONTROL_BY_MAP, other, "reward") for other in others])
+    return f"With eight episodes per map a critic is ahead of both too: {words}, {'; '.join(shown)}."
+
+
+class Claim(NamedTuple):
+    """A claim on a study, for `judged`."""
+
+    number: str
+    text: str
+    study: str
+    figure: str
+    measure: Measure
+    comparisons: Sequence[Comparison]
+
+
+MEAN_REWARD = ("reward, mean of all iterations", whole)
+VALUE_LOSS = ("value loss, mean of all iterations", whole)
+GAINED = ("share of the way to 1, mean of all iterations", gained)
+SOLVED = ("solved greedily at the end", end)
+"""Figures of several claims, with their measures."""
+SINGLE = ("base", "prefix", "temperature-2", "clip-0.3", "clip-0.1", "kl-0.5", "kl-0.75", "kl-0.8", "kl-1.0", "gae")
+SINGLE += ("kl-adaptive", "entropy-0.02", "max_grad_norm-0.5", "lr-8e-6", "orthogonal-head", "keep-mean")
+"""Variants of the study `negative-sentiment` with one change, or none."""
+CLAIMS = (
+    Claim(
+        "1",
+        "a lower coefficient with more entropy learns faster than any single change",
+        "negative-sentiment",
+        *MEAN_REWARD,
+        [("kl_ent", other, "reward") for other in SINGLE],
+    ),
+    Claim("2a", 'removing "really" hinders', "at-kl-0.5", *MEAN_REWARD, [("base", "prefix", "reward")]),
+    Claim(
+        "2b",
+        "temperature 2.0 ruins coherence",
+        "at-kl-0.5",
+        "at the end",
+        end,
+        [("base", "temperature-2", "known"), ("base", "temperature-2", "ref_logprob")],
+    ),
+    Claim(
+        "2c",
+        "clip 0.3 speeds up, 0.1 slows down",
+        "at-kl-0.5",
+        *MEAN_REWARD,
+        [("clip-0.3", "base", "reward"), ("base", "clip-0.1", "reward")],
+    ),
+    Claim(
+        "3",
+        "gentle steps are steadier",
+        "at-kl-0.5",
+        "unsteadiness of the reward",
+        unsteadiness,
+        [("base", "gentle", "reward")],
+    ),
+    Claim(
+        "4a",
+        "an orthogonal head settles sooner than zeros",
+        "at-kl-0.5",
+        *VALUE_LOSS,
+        [("base", "orthogonal-head", "value_loss")],
+    ),
+    Claim(
+        "4a'",
+        "an orthogonal head settles sooner than PyTorch's default",
+        "write-up",
+        *VALUE_LOSS,
+        [("base", "orthogonal-head", "value_loss")],
+    ),
+    Claim(
+        "4b",
+        "scores that keep their mean let values drift up",
+        "at-kl-0.5",
+        "value at the end",
+        end,
+        [("keep-mean", "base", "value")],
+    ),
+    Claim("13a", "positive is learned sooner than negative", "claims", *GAINED, [("positive", "base", "reward")]),
+    Claim(
+        "13b",
+        "several objectives at once do not learn: each gains less than alone",
+        "claims",
+        *GAINED,
+        [("base", "both", "reward/NEGATIVE"), ("story", "both", "reward/story")],
+    ),
+    Claim(
+        "13c",
+        "a lower temperature makes texts formulaic",
+        "claims",
+        "distinct pairs of tokens at the end",
+        end,
+        [("base", "temperature-0.5", "distinct_2")],
+    ),
+    Claim("13d", "value clipping helps", "claims", *MEAN_REWARD, [("base", "no-value-clip", "reward")]),
+    Claim(
+        "13e",
+        "clipping gradients by L∞ learns faster than by L2",
+        "claims",
+        *MEAN_REWARD,
+        [("max-norm", "l2-norm", "reward")],
+    ),
+    Claim(
+        "15a",
+        "with a verifier, PPO with its default critic solves more than each estimator without one",
+        "reasoning",
+        *SOLVED,
+        [("ppo", other, "eval/reward") for other in WITHOUT_CRITIC],
+    ),
+    Claim(
+        "15b",
+        "the same of PPO with a critic of its own",
+        "reasoning",
+        *SOLVED,
+        [("ppo-separate", other, "eval/reward") for other in WITHOUT_CRITIC],
+    ),
+    Claim(
+        "15c",
+        "the same of PPO with a critic of its own and one completion per problem",
+        "reasoning",
+        *SOLVED,
+        [
+            ("ppo-separate,per_prompt=1", other, "eval/reward")
+            for other in (*WITHOUT_CRITIC, "reinforce++,per_prompt=1")
+        ],
+    ),
+    Claim(
+        "15d",
+        "VAPO's changes together, groups aside, solve more than its PPO",
+        "reasoning-ladder",
+        *SOLVED,
+        [("positive-nll", "ppo", "eval/reward")],
+    ),
+    Claim(
+        "15f",
+        "groups of eight for an eighth of the problems, VAPO's last change, solve more",
+        "reasoning-ladder",
+        *SOLVED,
+        [("groups", "positive-nll", "eval/reward")],
+    ),
+    Claim(
+        "15e",
+        "dynamic sampling, as masked groups of a larger batch, solves more than GRPO",
+        "reasoning",
+        *SOLVED,
+        [(RESAMPLED, "grpo", "eval/reward")],
+    ),
+    Claim(
+        "16a",
+        "with samples of old policies, single rollouts with a critic solve more than groups",
+        "sao",
+        *SOLVED,
+        [("single", "grpo", "eval/reward")],
+    ),
+    *(
+        Claim(f"16{letter}", SAO[rung], "sao", *SOLVED, [(rung, below, "eval/reward")])
+        for letter, (below, rung) in zip("bcdef", pairwise(["single", *SAO]), strict=True)
+    ),
+    Claim(
+        "16g",
+        "SAO's changes together solve more than GRPO",
+        "sao",
+        *SOLVED,
+        [("length-adaptive", "grpo", "eval/reward")],
+    ),
+    *(
+        Claim(
+            f"17{letter}",
+            f"in the world {world} the default is ahead of TRL's PPO, GRPO and RLOO after {after} iterations",
+            "beside-trl",
+            f"share of the attainable after {after}",
+            share,
+            [(f"{world}, ours", f"{world}, {method}", after) for method in list(BESIDE_TRL)[1:]],
+        )
+        for letter, (world, after) in zip("abcdef", product(("builtin", "subj", "trec"), ("15", "40")), strict=True)
+    ),
+    *(
+        Claim(
+            f"18{letter}",
+            f"in the world {world} scores of prefixes beat a learned critic and none, after {after} iterations",
+            "by-world",
+            f"share of the attainable after {after}",
+            share,
+            [(f"{world}, default", f"{world}, {other}", after) for other in LEARNED_OR_NONE],
+        )
+        for letter, (world, after) in zip("abcdef", product(("builtin", "subj", "trec"), ("15", "40")), strict=True)
+    ),
+)
+"""Claims whose verdict is that of `judged`."""
+
+
+def judgements(found: Studies) -> Iterator[tuple[Claim, str, str]]:
+    """Each claim whose runs are kept, with its verdict and its least comparison."""
+    for claim in CLAIMS:
+        words, shown = judged(found.get(claim.study, {}), claim.measure, claim.comparisons)
+        if shown:
+            yield claim, words, min(shown, key=lambda text: shown[text][0])
+
+
+def verdicts(found: Studies) -> dict[str, str]:
+    """The verdict on each claim whose runs are kept, by its number."""
+    return {claim.number: words for claim, words, _ in judgements(found)}
+
+
+def claim_table(found: Studies) -> str:
+    """The claims whose runs are kept, each with its least comparison and its verdict."""
+    lines = ["| | claim | figure | least comparison | verdict |", "|---|---|---|---|---|"]
+    for claim, words, least in judgements(found):
+        lines.append(f"| {claim.number} | {claim.text} | {claim.figure} | {least} | {words} |")
+    return "\n".join(lines)

@@ -1,0 +1,303 @@
+"""What is read from the runs of a study: figures of a run, their differences over seeds, tables and verdicts."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+HERE = Path(__file__).parent
+DATA = HERE / "findings-data"
+LATELY = 5
+"""Iterations averaged in the study of true credit."""
+AUDITED_WELL = "first 20"
+"""The variant of worlds.json with large audits."""
+LAST = 10
+"""Number of final iterations averaged as the result."""
+Run = Mapping[str, list[float | None]]
+Study = Mapping[str, Mapping[str, Run]]
+"""Variants, seeds, metrics."""
+Measure = Callable[[Run, str], float]
+"""A figure of a run, from one of its metrics."""
+Columns = Mapping[str, tuple[Measure, str]]
+"""A table column: title, measure of a run, and the metric that it measures."""
+Comparison = tuple[str, str, str]
+"""First variant, second variant, metric."""
+
+
+def read(study: str) -> Study:
+    """Load a stored study."""
+    return json.loads((DATA / f"{study}.json").read_text(encoding="utf-8"))
+
+
+def end(run: Run, metric: str) -> float:
+    """The mean of a metric over the last iterations."""
+    return average(run.get(metric, [])[-LAST:])
+
+
+def whole(run: Run, metric: str) -> float:
+    """The mean over all iterations: for the reward, how fast it was learned."""
+    return average(run.get(metric, []))
+
+
+def early(run: Run, metric: str) -> float:
+    """The mean over the first quarter of the iterations."""
+    return average(run[metric][: len(run[metric]) // 4])
+
+
+def first(run: Run, metric: str) -> float:
+    """The value of the first iteration, before any training."""
+    return average(run[metric][:1])
+
+
+def gained(run: Run, metric: str) -> float:
+    """The mean over all iterations of the share of the way from the first one's figure to 1."""
+    start = first(run, metric)
+    return (whole(run, metric) - start) / (1 - start)
+
+
+def peak(run: Run, metric: str) -> float:
+    """The maximum over all iterations."""
+    return max((value for value in run.get(metric, []) if value is not None), default=math.nan)
+
+
+def audited(run: Run, what: str) -> float:
+    """A figure of an audit: `20 shown`, the correlation of the shown advantages after iteration 20, or one of the
+    critic's or of another estimator's; NaN where it cannot be known."""
+    number, _, name = what.partition(" ")
+    audit: Any = run["audits"].get(number)  # type: ignore[attr-defined]  # of truth.json
+    if audit is None:
+        return math.nan
+    shown = {"shown": audit["correlations"][audit["shown"]], "noise": audit["noise"]}
+    values = audit["correlations"] | shown | (audit["critic"] or {})
+    value = values.get(name)
+    return math.nan if value is None else float(value)
+
+
+def share(run: Run, what: str) -> float:
+    """The share of the attainable, the mean of three iterations up to one; NaN where that is not known."""
+    at = int(what)
+    if len(run["reward"]) < at or "best" not in run:
+        return math.nan
+    objective = average(run["reward"][at - 3 : at]) - PRICE * average(run["kl"][at - 3 : at])
+    return (objective - run["reference"][0]) / (run["best"][0] - run["reference"][0])
+
+
+def until_share(run: Run, what: str) -> float:
+    """Iteration after which the share of the attainable first reached a height, such as `0.8`; NaN if it never did."""
+    found = (number for number in range(3, len(run["reward"]) + 1) if share(run, str(number)) >= float(what))
+    return float(next(found, math.nan))
+
+
+def at_kl(run: Run, what: str) -> float:
+    """Reward where the KL first reached so many nats per sequence; both are means of three iterations."""
+    for at in range(3, len(run["kl"]) + 1):
+        if average(run["kl"][at - 3 : at]) >= float(what):
+            return average(run["reward"][at - 3 : at])
+    return math.nan
+
+
+def fresh(run: Run, metric: str) -> float:
+    """A figure of fresh completions of the trained policy; of beside-trl.json."""
+    final: Any = run.get("final", {})
+    return float(final.get(metric, math.nan))
+
+
+def pace(run: Run, metric: str) -> float:
+    """Seconds per iteration."""
+    clock: Any = run.get(metric, [math.nan])
+    return float(clock[-1]) / len(clock)
+
+
+def by_world(worlds: Mapping[str, Any]) -> Study:
+    """Each world's variants as one study, each run with its world's best objective and the reference's, if known."""
+    return {
+        f"{world}, {variant}": {
+            seed: run | {key: [study["limit"][key]] for key in ("best", "reference") if "limit" in study}
+            for seed, run in runs.items()
+        }
+        for world, study in worlds.items()
+        for variant, runs in study.items()
+        if variant != "limit"
+    }
+
+
+def weighted(runs: Sequence[Run], at: int) -> float:
+    """The mean correlation after an iteration, weighted by the parts of the truths' variances that are not noise.
+
+    NaN if no audit can tell.
+    """
+    pairs = [(audited(run, f"{at} shown"), 1 - audited(run, f"{at} noise")) for run in runs]
+    known = [(value, weight) for value, weight in pairs if math.isfinite(value)]
+    weights = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / weights if weights else math.nan
+
+
+def reached(run: Run, what: str) -> float:
+    """Iteration at which the reward, a mean over five, first reached a height, such as `0.9`; NaN if it never did."""
+    rewards = run["reward"]
+    for number in range(LATELY, len(rewards) + 1):
+        if average(rewards[number - LATELY : number]) >= float(what):
+            return float(number)
+    return math.nan
+
+
+def spent(run: Run, what: str) -> float:
+    """KL per sequence where the reward first reached a height; both are means over the same five iterations."""
+    number = reached(run, what)
+    return average(run["kl"][int(number) - LATELY : int(number)]) if math.isfinite(number) else math.nan
+
+
+def lately(run: Run, metric: str) -> float:
+    """The mean over the last five iterations."""
+    return average(run.get(metric, [])[-LATELY:])
+
+
+def updated(run: Run, what: str) -> float:
+    """The mean reward of the policies after so many updates, such as `14 23`; samples are as many updates older as
+    their age."""
+    first, last = map(int, what.split())
+    age = round(end(run, "age_mean")) if "age_mean" in run else 0
+    return average(run["reward"][age + first : age + last + 1])
+
+
+def average(values: Sequence[float | None]) -> float:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else math.nan
+
+
+def unsteadiness(run: Run, metric: str) -> float:
+    """The deviation of a metric's change from an iteration to the next, over the second half of the run."""
+    values = np.array([np.nan if value is None else value for value in run[metric]], dtype=float)
+    return float(np.nanstd(np.diff(values[len(values) // 2 :])))
+
+
+def figures(study: Study, variant: str, measure: Measure, metric: str) -> list[float]:
+    """A measure of each run of a variant, where defined."""
+    values = [measure(run, metric) for run in study[variant].values()]
+    return [value for value in values if math.isfinite(value)]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half the width of its 95 % interval by Student's t."""
+    mean = float(np.mean(values)) if values else math.nan
+    if len(values) < 2:
+        return mean, math.nan
+    return mean, float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """The difference of two means with its 95 % interval by Welch's t; NaN where one run alone stands on a side."""
+    delta = float(np.mean(one) - np.mean(other)) if one and other else math.nan
+    if min(len(one), len(other)) < 2:
+        return delta, math.nan, math.nan
+    if np.ptp(one) == np.ptp(other) == 0:  # equal runs, such as those at the highest return
+        return delta, delta, delta
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # one side may be equal runs, whose variance is rounding
+        low, high = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+    return delta, float(low), float(high)
+
+
+def number(value: float, digits: int = 3, sign: str = "") -> str:
+    """Format with this many digits and no exponent: 0.0123, 1,230."""
+    return f"{float(f'{value:.{digits}g}'):{sign},.10g}"
+
+
+def row(study: Study, variant: str, base: str | None, columns: Columns) -> str:
+    """A variant's line of a table: its number of runs, and each figure with its 95 % interval."""
+    cells = []
+    for measure, metric in columns.values():
+        mean, half = interval([x for x in figures(study, variant, measure, metric) if math.isfinite(x)])
+        shown = number(mean) if math.isfinite(mean) else "–"  # no figure without a reference model
+        cells.append(shown + (f" ± {number(half, 2)}" if math.isfinite(half) else ""))
+    if base is not None:
+        cells.append("" if variant == base else less(study, variant, base, *next(iter(columns.values()))))
+    return f"| {variant} | {len(study[variant])} | " + " | ".join(cells) + " |"
+
+
+def less(study: Study, variant: str, other: str, measure: Measure, metric: str) -> str:
+    """Difference of a figure between two variants, with its interval; * marks intervals that exclude 0."""
+    delta, low, high = difference(figures(study, variant, measure, metric), figures(study, other, measure, metric))
+    if not math.isfinite(delta):
+        return "–"
+    if not math.isfinite(low):
+        return number(delta, sign="+")
+    return f"{number(delta, sign='+')} [{number(low, sign='+')}, {number(high, sign='+')}]" + " *" * (low * high > 0)
+
+
+def table(study: Study, columns: Columns, base: str | None = None, pairs: Sequence[tuple[str, str]] = ()) -> str:
+    """All variants, one per line.
+
+    With a base, the last column is the first figure's difference to it; each of `pairs` adds a line, whose every figure
+    is the first one's less the second one's.
+    """
+    titles = ["variant", "runs", *columns] + ([f"{next(iter(columns))}, less {base}'s"] if base else [])
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    lines += [row(study, variant, base, columns) for variant in study]
+    for one, other in pairs:
+        cells = [less(study, one, other, *column) for column in columns.values()] + [""] * (base is not None)
+        lines.append(f"| {one} less {other} | | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def mean_curve(runs: Mapping[str, Run], metric: str) -> np.ndarray:
+    """The mean over runs, up to the length of the shortest."""
+    shortest = min(len(run[metric]) for run in runs.values())
+    return np.mean([np.array(run[metric][:shortest], dtype=float) for run in runs.values()], axis=0)
+
+
+AUDITED = (5, 10, 20, 40)
+"""Iterations after which the credit of the study `truth` was audited."""
+PRICE = 0.05
+"""`kl.coef` of the study `worlds`."""
+MAIN_VARIANTS = ("learned critic", "true-credit", "group_relative", "leave_one_out")
+
+
+def was_audited(runs: Mapping[str, Run]) -> bool:
+    """True for runs with audits, which are those with a critic."""
+    return all(run["audits"] for run in runs.values())
+
+
+Studies = Mapping[str, Study]
+
+
+def verdict(differences: Sequence[tuple[float, float, float]]) -> str:
+    """The verdict on a claim that each of these differences, with its 95 % interval, is above 0.
+
+    It holds if all intervals are above 0, does not hold if one is below 0, and else nobody can tell.
+    """
+    if any(high < 0 for _, _, high in differences):
+        return "**does not hold here**"
+    return "**holds here**" if differences and all(low > 0 for _, low, _ in differences) else "cannot tell"
+
+
+def judged(
+    study: Study, measure: Measure, comparisons: Sequence[Comparison]
+) -> tuple[str, dict[str, tuple[float, float, float]]]:
+    """The verdict on a claim, that the figure of each first variant is larger than that of the second.
+
+    With the differences of variants that were run, by a text of each.
+    """
+    shown = {}
+    for one, other, metric in comparisons:
+        if one in study and other in study:
+            sides = [figures(study, variant, measure, metric) for variant in (one, other)]
+            shown[f"{one} less {other}: {less(study, one, other, measure, metric)}"] = difference(*sides)
+    return verdict([*shown.values()]), shown
+
+
+def has(study: Study, metric: str) -> bool:
+    """True if a run of the study has this metric."""
+    return any(metric in run for runs in study.values() for run in runs.values())
+
+
+def there(study: Study, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pairs of variants that were both run."""
+    return [pair for pair in pairs if set(pair) <= set(study)]
