@@ -138,13 +138,13 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["train", "--zzz", "1"], "unknown key zzz; see --print_config for all keys"),
         (["train", "--ppo.clip", "2"], "ppo.clip is 2.0; it must be above 0 and below 1"),
         (["train", "--model.lora", "8"], "model.lora is 8; it must hold keys, such as model.lora.rank"),
-        (["train", "--resume", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
+        (["train", "--resume", "nowhere"], "'nowhere' is not a run's folder: there is no such folder"),
         (
             ["train", "--run.trackers", "[paper]"],
             "run.trackers[0] is 'paper'; it must be one of tensorboard, wandb",
         ),
         (["train", "--config", "nowhere.yaml"], "--config: 'nowhere.yaml' does not exist"),
-        (["train", "--model.name", "./nowhere", "--run.dir", "unused"], "'./nowhere' is not a model folder"),
+        (["train", "--model.name", "./nowhere", "--run.dir", "unused"], "'./nowhere' is not a model folder: there is no such folder"),
         (
             ["generate", "nowhere"],
             "'nowhere' is no folder here, and as a model of the hub it has no prompts",
@@ -166,7 +166,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["generate"], "generate needs MODEL, the folder of a run or a model, or a hub id"),
         (["compare"], "compare needs RUN, the folder of each run"),
         (["sweep"], "sweep needs FILE, a sweep file"),
-        (["limit", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
+        (["limit", "nowhere"], "'nowhere' is not a run's folder: there is no such folder"),
         (
             ["limit", "x", "--kl.coef", "1"],
             "RUN and settings are both given; leave RUN out, and give --config x/config",

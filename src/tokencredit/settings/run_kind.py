@@ -227,10 +227,15 @@ def _flag(key: str, part: Part | None) -> str | None:
     return f"--{key} {shlex.quote(name)}{more}"
 
 
+def lacking(folder: Path, files: str) -> str:
+    """The reason that a folder is no run's or model's: it is not there, or has none of the files."""
+    return f"it has {files}" if folder.is_dir() else "there is no such folder"
+
+
 def run_config_file(run: Path) -> Path:
     """The path of a run's config.yaml; raises `ConfigError` if the folder is not a run's."""
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{str(run)!r} is not a run's folder: it has no config.yaml")
+        raise ConfigError(f"{str(run)!r} is not a run's folder: {lacking(run, 'no config.yaml')}")
     return run / "config.yaml"
 
 
@@ -291,10 +296,8 @@ def read_source(name: str, no_code: bool = False) -> ModelSource:
         raise ConfigError("the name of the model is empty; give the folder of a run or a model, or a hub id")
     if not (folder / "config.yaml").is_file():
         if is_path(name) and not any((folder / file).is_file() for file in MODEL_FILES):
-            raise ConfigError(
-                f"{name!r} is neither a run's folder nor a model's: it has neither config.yaml nor "
-                f"{' or '.join(MODEL_FILES)}"
-            )
+            reason = lacking(folder, f"neither config.yaml nor {' or '.join(MODEL_FILES)}")
+            raise ConfigError(f"{name!r} is neither a run's folder nor a model's: {reason}")
         return ModelSource(name, plain(ModelConfig(name=name)))
     run_kind = run_kind_of(read_yaml(folder / "config.yaml"))
     if run_kind is REWARD_MODEL:

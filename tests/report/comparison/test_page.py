@@ -226,7 +226,7 @@ def test_a_run_without_an_iteration_is_left_out_by_name(repeat, tmp_path, capsys
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["{run}", "nowhere"], "'nowhere' is not a run's folder: it has no config.yaml"),
+        (["{run}", "nowhere"], "'nowhere' is not a run's folder: there is no such folder"),
         (["{run}", "--metric", "rewrad"], "did you mean reward?"),
         (["{run}", "--group-by", "optim.ir"], "no run has the key optim.ir; optim has name, lr, "),
         (["{run}", "--out", "{run}/config.yaml"], "config.yaml': File exists; give another --out"),

@@ -70,7 +70,7 @@ def test_room_for_prompts(loaded):
     ("name", "message"),
     [
         ("builtin:news", "not a built-in world; choose one of builtin:reviews, builtin:grid, builtin:calculator"),
-        ("./nowhere", "'./nowhere' is not a model folder: it has no config.json"),
+        ("./nowhere", "'./nowhere' is not a model folder: there is no such folder"),
     ],
 )
 def test_a_name_of_no_model_is_refused(name, message):

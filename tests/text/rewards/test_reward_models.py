@@ -296,7 +296,7 @@ def test_without_a_template_the_contents_stand_below_each_other(reward_model):
 
 def test_a_folder_that_is_no_classifier_is_refused(tmp_path, model_folders, reward_model):
     for folder, message in (
-        (tmp_path, "is not a model folder"),
+        (tmp_path, "is not a model folder: it has no config.json"),
         (model_folders["gpt2"], r"is not a sequence classifier: its weights lack score\.weight"),
         (reward_model, "has one output and no labels to choose from; set it as reward_model"),
     ):

@@ -32,7 +32,7 @@ from tokencredit.distributed.sharding import whole
 from tokencredit.errors import ConfigError
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.run_kind import is_path
+from tokencredit.settings.run_kind import is_path, lacking
 from tokencredit.text.models.architecture import fuse_gelu, trunk_of, weight_hash
 from tokencredit.text.models.foreign_weights import HEAD_FILES, HEADS, PICKLE, WEIGHTS, read_weights
 from tokencredit.text.models.peft_models import ADAPTER_CONFIG, adopt, load_adapter, saved_config
@@ -69,7 +69,7 @@ def resolve(name: str, part: str = "policy") -> str:
     if is_path(name):
         folder = Path(name).expanduser()
         if not any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
-            raise ConfigError(f"{name!r} is not a model folder: it has no config.json")
+            raise ConfigError(f"{name!r} is not a model folder: {lacking(folder, 'no config.json')}")
         return str(folder.absolute())  # an adapter names its base model by it, wherever it is loaded later
     if _hub_answers(name):
         return name
