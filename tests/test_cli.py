@@ -144,7 +144,10 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
             "run.trackers[0] is 'paper'; it must be one of tensorboard, wandb",
         ),
         (["train", "--config", "nowhere.yaml"], "--config: 'nowhere.yaml' does not exist"),
-        (["train", "--model.name", "./nowhere", "--run.dir", "unused"], "'./nowhere' is not a model folder: there is no such folder"),
+        (
+            ["train", "--model.name", "./nowhere", "--run.dir", "unused"],
+            "'./nowhere' is not a model folder: there is no such folder",
+        ),
         (
             ["generate", "nowhere"],
             "'nowhere' is no folder here, and as a model of the hub it has no prompts",

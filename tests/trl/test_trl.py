@@ -1,6 +1,7 @@
 """Scripts for TRL with one line changed: their imports are from tokencredit.trl."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,13 +10,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
     HfArgumentParser,
     TrainerCallback,
 )
 
 from helpers.files import read_metrics
 from tokencredit.cli import main
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, RunComplete, RunStopped
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.models.model_loading import resolve
 from tokencredit.trl import (
@@ -26,7 +29,7 @@ from tokencredit.trl import (
     create_reference_model,
     respond_to_batch,
 )
-from tokencredit.trl.config import settings_of
+from tokencredit.trl.config import further, settings_of
 
 TEXTS = ["This movie was", "The actors", "Honestly", "I"] * 2
 POLICY = resolve("builtin:reviews", "policy")
@@ -156,7 +159,7 @@ def training(tokenizer, folder, **arguments):
     load = lambda: AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)  # noqa: E731
     settings = {"output_dir": str(folder), "per_device_train_batch_size": 4, "total_episodes": 8, "report_to": "none"}
     settings |= {"response_length": 6, "num_ppo_epochs": 2, "stop_token": "eos", "learning_rate": 1e-3}
-    settings |= {"missing_eos_penalty": 1.5}
+    settings |= {"missing_eos_penalty": 1.5, "settings": arguments.pop("settings", None)}
     rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
     model, value = AutoModelForCausalLM.from_pretrained(POLICY), load()
     given = {"args": PPOConfig(**settings), "processing_class": tokenizer, "model": model, "ref_model": None}
@@ -192,6 +195,14 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     with pytest.warns(UserWarning, match="not honoured"):
         again = training(tokenizer, here / "out", callbacks=[log], value_model=fresh)
     assert again.audit(size)["credit"] == audit["credit"], "in another process, too, whose score head is another"
+    other = {"train_dataset": [{"input_ids": [1, 2]}] * 4, "value_model": fresh}
+    changed = training(tokenizer, here / "out", **other)
+    with pytest.raises(ConfigError, match=r"^train_dataset is .*go on with") as no:
+        changed.train(resume_from_checkpoint=True)
+    assert str(no.value).endswith('go on with PPOConfig(settings={"run.allow_changed": ["train_dataset"]})')
+    changed = training(tokenizer, here / "out", settings={"run.allow_changed": ["train_dataset"]}, **other)
+    with pytest.raises(RunComplete, match="has done all its 2 iterations"):
+        changed.train(resume_from_checkpoint=True)
     trainer.save_model(str(here / "out"))
     AutoModelForCausalLM.from_pretrained(here / "out")
     trainer.generate_completions()
@@ -277,10 +288,59 @@ def test_what_would_train_something_else_is_refused(here, tokenizer):
         training(tokenizer, here / "out", optimizers=(torch.optim.SGD([torch.zeros(1)], lr=1), None))
     with pytest.raises(ConfigError, match=r"Identity, which has no score head .*ClassifierTerm"):
         training(tokenizer, here / "out", reward_model=torch.nn.Identity())
-    with pytest.raises(TypeError, match="unexpected keyword argument 'rewards'"):
-        training(tokenizer, here / "out", rewards=1)
+    with pytest.raises(ConfigError, match=r"PPOTrainer has no argument value_modle; did you mean value_model\?"):
+        training(tokenizer, here / "out", value_modle=1)
     with pytest.raises(ConfigError, match="must be an AutoModelForCausalLMWithValueHead"):
         stepping(tokenizer, AutoModelForCausalLM.from_pretrained(POLICY))
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("learning_rte", "did you mean learning_rate?"),
+        (
+            "num_generations",
+            "here it is rollout.per_prompt (docs/from-trl.md); keys here go into PPOConfig(settings={KEY: V",
+        ),
+        ("kl_target", "here it is kl.target; keys here go into PPOConfig(settings={KEY: VALUE})"),
+        ("rollout_func", "it has no counterpart here (an environment with step gives the loop to your code)"),
+        ("foo", "it takes TRL's names, and keys here in settings={KEY: VALUE}"),
+    ],
+)
+def test_a_name_that_trls_configuration_lacks_is_answered(name, advice):
+    with pytest.raises(ConfigError, match=f"^PPOConfig has no argument {name}; {re.escape(advice)}"):
+        PPOConfig(output_dir="out", **{name: 1})
+
+
+def test_keys_here_go_into_settings(here, tokenizer):
+    flags = ["--output_dir", "out", "--settings", "{kl.target: 6.0, rollout: {top_k: 5}}"]
+    for args in (
+        PPOConfig(settings={"kl.target": 6.0, "rollout": {"top_k": 5}}),
+        HfArgumentParser(PPOConfig).parse_args_into_dataclasses(flags)[0],
+    ):
+        assert further(args) == {"kl.target": 6.0, "rollout.top_k": 5}
+    trainer = training(tokenizer, here / "out", value_model=None, settings={"kl.target": 6.0})
+    assert (trainer.trainer.args.kl.target, trainer.trainer.args.kl.coef) == (6.0, 0.05)
+    with pytest.raises(ConfigError, match=r"unknown key kl\.tarrget; did you mean kl\.target\?"):
+        training(tokenizer, here / "out", value_model=None, settings={"kl.tarrget": 6.0})
+    with pytest.raises(ConfigError, match=r"settings is '\[1'; it must be a dict of keys and values, or its YAML"):
+        further(PPOConfig(settings="[1"))
+
+
+def test_a_value_model_that_cannot_be_the_critic_is_named_with_the_cure(here, tokenizer):
+    other = AutoModelForSequenceClassification.from_pretrained(resolve("builtin:grid"), num_labels=1)
+    small = GPT2ForSequenceClassification(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=1, num_labels=1))
+    for value, message in (
+        ("reward-model", "value_model is a str, and must be a loaded model without an adapter, such as AutoModel"),
+        (other, r"value_model is from \S*grid, whose tokenizer has other ids for \d+ of the policy's 2048 tokens"),
+        (small, "value_model: the tokenizer has 2048 tokens, but the embedding of value_model only 10"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"^{message}.*; or leave value_model out: the critic then begins as a"
+        ) as no:
+            training(tokenizer, here / "out", value_model=value)
+        assert "critic.name" not in str(no.value)
+        assert "out-value-model" not in str(no.value)
 
 
 def test_shared_layers_are_frozen_in_both(tokenizer):

@@ -168,7 +168,7 @@ def changed_parts(
         if any(name == own or name.startswith(group) for name in changed):
             continue
         here, there = (label(part) if part else "not given" for part in (new, old))
-        if key not in (*allowed, *FINGERPRINTED):
+        if not {key, own} & {*allowed, *FINGERPRINTED}:
             raise ConfigError(
                 f"{key} is {here}, and this run was begun with {there}; restore it, or go on with run.allow_changed: "
                 f"{json.dumps([key])}"
@@ -255,7 +255,8 @@ def how_to_resume(run: Path, run_kind: RunKind, config: Mapping[str, Any], mende
     caution += "mend it, then " if mended else ""
     parts = json.dumps(list(mended))
     if config["python"]:
-        changed = f" and args.run.allow_changed = {parts}" if mended else ""
+        in_trl = f'(TRL\'s settings={{"run.allow_changed": {parts}}})'
+        changed = f" and args.run.allow_changed = {parts} {in_trl}" if mended else ""
         return (
             f"{caution}run your script again with args.run.dir = {str(run)!r} (TRL's output_dir){changed}, and call "
             "trainer.train(resume_from_checkpoint=True)"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, field, fields, make_dataclass
 from typing import Any, get_type_hints
 
 from transformers import TrainingArguments
+from yaml import YAMLError
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, quoted
+from tokencredit.settings.fields import flat
+from tokencredit.settings.fields import settings_of as keys_of
+from tokencredit.settings.foreign_names import counterpart, misspelt
 from tokencredit.settings.projects.translation import translate
 from tokencredit.settings.projects.trl import OLD_TRL, TRL
+from tokencredit.settings.reader import load_yaml
+from tokencredit.settings.text import PPOConfig as Settings
 
 NEW: dict[str, Any] = {
     **TRL.defaults,
@@ -34,7 +41,7 @@ UNSET = {
     float: "missing_eos_penalty max_grad_norm score_clip",
     bool: "bf16",
     str: "stop_token model_adapter_name ref_adapter_name hub_model_id exp_name log_with task_name tracker_kwargs "
-    "accelerator_kwargs project_kwargs",
+    "accelerator_kwargs project_kwargs settings",
 }
 """Names of either age by the type of their values, whose default is None or computed."""
 INHERITED = TrainingArguments.__dataclass_fields__
@@ -69,8 +76,42 @@ def default_of(name: str, *, old: bool = False) -> Any:
     return (NEW | OLD if old else OLD | NEW).get(name, inherited)
 
 
+def refuse_unknown(whose: str, names: Collection[str], known: Collection[str]) -> None:
+    """Raise `ConfigError` for the first name that is not known, with the key here, or the name that may be meant."""
+    for name in names:
+        if name in known:
+            continue
+        keys = keys_of(Settings)
+        own = [key for key in keys if key.replace(".", "_") == name.replace(".", "_")]
+        if here := f"here it is {own[0]}" if own else counterpart(name, keys):
+            here += "" if here.startswith("it has no") else "; keys here go into PPOConfig(settings={KEY: VALUE})"
+        elif near := misspelt(name, known):
+            here = f"did you mean {' or '.join(near)}?"
+        else:
+            taken = "TRL's names, and keys here in settings={KEY: VALUE}"
+            here = f"it takes {taken if whose == 'PPOConfig' else ', '.join(known)}"
+        raise ConfigError(f"{whose} has no argument {name}; {here}")
+
+
+def further(config: Any) -> dict[str, Any]:
+    """The settings here that a script gives by our keys; they go before those of TRL's names."""
+    given = config.settings or {}
+    try:
+        given = load_yaml(given) if isinstance(given, str) else given
+    except YAMLError:
+        given = None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"settings is {quoted(config.settings)}; it must be a dict of keys and values, or its YAML")
+    return flat(given)
+
+
 class Names:
     """The behaviour of `PPOConfig`: what a script sets, and TRL's defaults for the rest."""
+
+    def __new__(cls, *_: Any, **names: Any) -> Any:
+        """Refuse names that TRL does not have."""
+        refuse_unknown("PPOConfig", names, cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Keep only what is set."""

@@ -6,15 +6,15 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.runs.resuming import saved
@@ -23,18 +23,25 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 from tokencredit.text.data.hub import upload
 from tokencredit.text.models.critic import critic_folder
-from tokencredit.text.models.model_loading import weights_digest
 from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
 from tokencredit.text.rewards.calls import Term
-from tokencredit.trl.config import settings_of
+from tokencredit.trl.arguments import (
+    ROWS,
+    RewardOfIds,
+    check_value_model,
+    equal,
+    fitting,
+    of_optimizer,
+    padded,
+    trl_terms,
+)
+from tokencredit.trl.config import further, refuse_unknown, settings_of
 from tokencredit.trl.metrics import Relay, statistics
 from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, create_reference_model, same_but_head
 
 ONLY_NEW = {"args", "processing_class", "policy", "ref_policy", "reward_model", "value_model", "train_dataset"}
 """Arguments of TRL 0.12 to 1.9, not of its loop before."""
-ROWS = 64
-"""Texts per forward pass of a reward model."""
 
 
 class PPOTrainer:
@@ -52,7 +59,10 @@ class PPOTrainer:
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOTrainer:
         """A trainer of the version whose arguments these are."""
         new = ONLY_NEW & kwargs.keys() or (len(args) > 1 and isinstance(args[1], PreTrainedTokenizerBase))
-        return super().__new__((TrainingTrainer if new else SteppingTrainer) if cls is PPOTrainer else cls)
+        chosen = (TrainingTrainer if new else SteppingTrainer) if cls is PPOTrainer else cls
+        known = [*signature(chosen.__init__).parameters][1:]
+        refuse_unknown("PPOTrainer", kwargs, known)
+        return super().__new__(chosen)
 
     @property
     def accelerator(self) -> Any:
@@ -151,8 +161,10 @@ class TrainingTrainer(PPOTrainer):
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
         settings, lines = settings_of(self.args, old=False, rows=len(train_dataset))
-        settings |= self._stops() | self._critic() | {"prompts.column": "input_ids"}
-        settings["run.allow_changed"] = ["reward_funcs"]  # as TRL does; a change is said and written down
+        own = fitting(self.tokenizer, self.model)
+        settings |= self._stops() | self._critic(own) | {"prompts.column": "input_ids"} | further(self.args)
+        # As TRL does; a change is said and written down.
+        settings["run.allow_changed"] = ["reward_funcs", "callbacks", *settings.get("run.allow_changed", ())]
         if type(data_collator) not in (type(None), DataCollatorWithPadding):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
         self.relay = Relay(self, callbacks or ())
@@ -160,10 +172,10 @@ class TrainingTrainer(PPOTrainer):
         if isinstance(reward_model, nn.Module):
             reward_model = Term("reward_model", 1.0, RewardOfIds(reward_model, self.tokenizer))
         self._choose_adapter()
-        parts = {"processing_class": fitting(self.tokenizer, self.model), "peft_config": peft_config}
-        parts |= {"callbacks": [self.relay]}
+        parts = {"processing_class": own, "peft_config": peft_config, "callbacks": [self.relay]}
         same = equal(self.ref_model, self.model)  # an adapter changes the model in place
-        self.trainer = Trainer(self.model, reward_model, PPOConfig.from_dict(settings), train_dataset, **parts)
+        with trl_terms(settings["critic.name"]):
+            self.trainer = Trainer(self.model, reward_model, PPOConfig.from_dict(settings), train_dataset, **parts)
         self.take_reference(self.ref_model, same)
         self.say([*lines, *self.relay.lines])
 
@@ -171,7 +183,8 @@ class TrainingTrainer(PPOTrainer):
         """Train; the policy is then in `output_dir`/policy too."""
         self.relay.fire("on_train_begin")
         try:
-            return self.trainer.train(resume_from_checkpoint)
+            with trl_terms():
+                return self.trainer.train(resume_from_checkpoint)
         finally:
             self.relay.fire("on_train_end")
 
@@ -210,13 +223,14 @@ class TrainingTrainer(PPOTrainer):
             self.model.generation_config.eos_token_id = token
         return {"rollout.stop_at_eos": kind == "eos" or token is not None}
 
-    def _critic(self) -> dict[str, Any]:
+    def _critic(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Settings of the value model: the folder in which it is saved as it is, its score head too.
 
         A script's head is random anew in each process. That of a run with a checkpoint, which can only go on, stays.
         """
         if self.value_model is None:
             return {"critic.name": None}
+        check_value_model(self.value_model, tokenizer)
         folder, processes = f"{Path(self.args.output_dir)}-value-model", PartialState()
         begun = saved(Path(self.args.output_dir))
         if processes.is_main_process and not (begun and same_but_head(self.value_model, Path(folder))):
@@ -254,6 +268,7 @@ class SteppingTrainer(PPOTrainer):
         settings, lines = settings_of(config, old=True)
         settings |= {"run.iterations": OPEN_END, "run.save_every": 0} | of_optimizer(optimizer)
         settings.pop("run.dir", None)  # exp_name, which is no folder
+        settings |= further(config)
         lines += [f"{name}: the critic's head starts at 0" for name in model.ignored]
         if training_data_collator is not None:
             lines.append("training_data_collator: updates are padded by a mask")
@@ -330,70 +345,3 @@ class SteppingTrainer(PPOTrainer):
     def close(self) -> Any:
         """End the run: the policy and the records are then in the run's folder; a script's end does it too."""
         return self.trainer.close()
-
-
-def equal(given: Any, model: nn.Module) -> bool:
-    """True if a reference model is not given, or has the model's weights."""
-    return given is None or weights_digest(given) == weights_digest(model)
-
-
-def fitting(tokenizer: Any, model: Any) -> Any:
-    """The tokenizer, without a padding token that a script added beyond the model's vocabulary."""
-    if len(tokenizer) <= model.get_input_embeddings().weight.shape[0]:
-        return tokenizer
-    own = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    own.chat_template = tokenizer.chat_template
-    return own
-
-
-def padded(rows: Sequence[Any], device: torch.device, side: str) -> dict[str, Tensor]:
-    """Token ids of rows of several lengths, padded on one side, with the attention mask."""
-    ids = [torch.as_tensor(row) for row in rows]
-    parts = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
-    return {name: pad_sequence(part, batch_first=True, padding_side=side).to(device) for name, part in parts.items()}
-
-
-class RewardOfIds:
-    """The score of a reward model at a completion's last token, read with the policy's token ids."""
-
-    def __init__(self, model: Any, tokenizer: Any):
-        """`ConfigError` for a model without a score head."""
-        if not hasattr(model, "score"):
-            raise ConfigError(
-                f"reward_model is a {type(model).__name__}, which has no score head over the policy's tokens; for a "
-                "classifier give tokencredit.ClassifierTerm(classifier=FOLDER, label=LABEL), or a function"
-            )
-        self.model, self.pad = model.eval(), tokenizer.pad_token_id
-
-    @torch.no_grad()
-    def __call__(
-        self, prompts: Any, completions: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]]
-    ) -> list[float]:
-        """One score per completion; a padding token at its end, such as an end-of-sequence token, is not read."""
-        del prompts, completions
-        device, scores = next(self.model.parameters()).device, []
-        trunk = getattr(self.model, self.model.base_model_prefix)
-        texts = [
-            one + (two[:-1] if two[-1] == self.pad and len(two) > 1 else two)
-            for one, two in zip(prompt_ids, completion_ids, strict=True)
-        ]
-        for first in range(0, len(texts), ROWS):
-            inputs = padded(texts[first : first + ROWS], device, "right")
-            states = trunk(**inputs, use_cache=False, return_dict=True, output_hidden_states=True).hidden_states[-1]
-            of_tokens = self.model.score(states).squeeze(-1).float()
-            scores += of_tokens.gather(1, inputs["attention_mask"].sum(1, keepdim=True) - 1)[:, 0].tolist()
-        return scores
-
-
-def of_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Settings of an optimizer of Adam's kind; `ConfigError` for another, or for several groups."""
-    if optimizer is None:
-        return {}
-    groups: list[Any] = list(getattr(optimizer, "param_groups", ()))
-    plain = isinstance(optimizer, torch.optim.AdamW) or type(optimizer) is torch.optim.Adam
-    if not plain or len(groups) != 1 or groups[0]["betas"] != (0.9, 0.999):
-        raise ConfigError(f"optimizer is {type(optimizer).__name__}; Adam or AdamW with one group is honoured")
-    if groups[0]["weight_decay"] and not isinstance(optimizer, torch.optim.AdamW):
-        raise ConfigError("optimizer is Adam with weight_decay; only AdamW's is honoured")
-    rate, decay = groups[0]["lr"], groups[0]["weight_decay"]
-    return {"optim.lr": rate, "critic.lr": rate, "optim.weight_decay": decay, "optim.eps": groups[0]["eps"]}

@@ -1,0 +1,120 @@
+"""What scripts for TRL give: tokenizers, reward models, optimizers and texts as this trainer reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tokencredit.errors import ConfigError
+from tokencredit.settings.model import ModelConfig
+from tokencredit.text.models.critic import check_tokenizer
+from tokencredit.text.models.model_loading import local_folder, weights_digest
+
+ROWS = 64
+"""Texts per forward pass of a reward model."""
+WITHOUT = "or leave value_model out: the critic then begins as a copy of the policy"
+
+
+@contextmanager
+def trl_terms(value_model: str | None = None) -> Iterator[None]:
+    """A context in which errors name the arguments of TRL's scripts; the value model is saved in that folder."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for folder in filter(None, (value_model, value_model and str(Path(value_model).absolute()))):
+            text = text.replace(f"critic.name is {folder!r}", "value_model").replace(repr(folder), "value_model")
+        text = re.sub(r"^critic\.name\b", "value_model", text)
+        if value_model is not None and "value_model" in text:
+            text = f"{text if text.startswith('value_model') else f'value_model: {text}'}; {WITHOUT}"
+        text = re.sub(r"run\.allow_changed: (\[.*\])", r'PPOConfig(settings={"run.allow_changed": \1})', text)
+        error.args = (text,)
+        raise
+
+
+def check_value_model(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `ConfigError` for a value model that is not a whole model, or that comes with another tokenizer."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"value_model is a {type(model).__name__}, and must be a loaded model without an adapter, such as "
+            f"AutoModelForSequenceClassification.from_pretrained(FOLDER, num_labels=1); {WITHOUT}"
+        )
+    name = str(model.config._name_or_path)
+    if local_folder(name) is not None:
+        with trl_terms(name):
+            check_tokenizer(f"value_model is from {name}", name, ModelConfig(name=name), tokenizer)
+
+
+def equal(given: Any, model: nn.Module) -> bool:
+    """True if a reference model is not given, or has the model's weights."""
+    return given is None or weights_digest(given) == weights_digest(model)
+
+
+def fitting(tokenizer: Any, model: Any) -> Any:
+    """The tokenizer, without a padding token that a script added beyond the model's vocabulary."""
+    if len(tokenizer) <= model.get_input_embeddings().weight.shape[0]:
+        return tokenizer
+    own = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    own.chat_template = tokenizer.chat_template
+    return own
+
+
+def padded(rows: Sequence[Any], device: torch.device, side: str) -> dict[str, Tensor]:
+    """Token ids of rows of several lengths, padded on one side, with the attention mask."""
+    ids = [torch.as_tensor(row) for row in rows]
+    parts = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
+    return {name: pad_sequence(part, batch_first=True, padding_side=side).to(device) for name, part in parts.items()}
+
+
+class RewardOfIds:
+    """The score of a reward model at a completion's last token, read with the policy's token ids."""
+
+    def __init__(self, model: Any, tokenizer: Any):
+        """`ConfigError` for a model without a score head."""
+        if not hasattr(model, "score"):
+            raise ConfigError(
+                f"reward_model is a {type(model).__name__}, which has no score head over the policy's tokens; for a "
+                "classifier give tokencredit.ClassifierTerm(classifier=FOLDER, label=LABEL), or a function"
+            )
+        self.model, self.pad = model.eval(), tokenizer.pad_token_id
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Any, completions: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]]
+    ) -> list[float]:
+        """One score per completion; a padding token at its end, such as an end-of-sequence token, is not read."""
+        del prompts, completions
+        device, scores = next(self.model.parameters()).device, []
+        trunk = getattr(self.model, self.model.base_model_prefix)
+        texts = [
+            one + (two[:-1] if two[-1] == self.pad and len(two) > 1 else two)
+            for one, two in zip(prompt_ids, completion_ids, strict=True)
+        ]
+        for first in range(0, len(texts), ROWS):
+            inputs = padded(texts[first : first + ROWS], device, "right")
+            states = trunk(**inputs, use_cache=False, return_dict=True, output_hidden_states=True).hidden_states[-1]
+            of_tokens = self.model.score(states).squeeze(-1).float()
+            scores += of_tokens.gather(1, inputs["attention_mask"].sum(1, keepdim=True) - 1)[:, 0].tolist()
+        return scores
+
+
+def of_optimizer(optimizer: Any) -> dict[str, Any]:
+    """Settings of an optimizer of Adam's kind; `ConfigError` for another, or for several groups."""
+    if optimizer is None:
+        return {}
+    groups: list[Any] = list(getattr(optimizer, "param_groups", ()))
+    plain = isinstance(optimizer, torch.optim.AdamW) or type(optimizer) is torch.optim.Adam
+    if not plain or len(groups) != 1 or groups[0]["betas"] != (0.9, 0.999):
+        raise ConfigError(f"optimizer is {type(optimizer).__name__}; Adam or AdamW with one group is honoured")
+    if groups[0]["weight_decay"] and not isinstance(optimizer, torch.optim.AdamW):
+        raise ConfigError("optimizer is Adam with weight_decay; only AdamW's is honoured")
+    rate, decay = groups[0]["lr"], groups[0]["weight_decay"]
+    return {"optim.lr": rate, "critic.lr": rate, "optim.weight_decay": decay, "optim.eps": groups[0]["eps"]}
