@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from shutil import copytree
 
 import pytest
 
@@ -10,6 +11,7 @@ from tokencredit.settings.projects import projects
 from tokencredit.settings.projects.translation import translate
 from tokencredit.settings.projects.trl import OLD_TRL, TRL
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.models.model_loading import resolve
 from tokencredit.tools.migration.arithmetic import shell_sum
 from tokencredit.tools.migration.shell import Script
 
@@ -179,6 +181,18 @@ def test_a_value_model_of_a_script_is_the_critic(tmp_path, capsys):
 
 
 LOAD = "AutoModelForSequenceClassification.from_pretrained"
+
+
+def test_a_value_model_of_another_tokenizer_is_no_critic(tmp_path, capsys):
+    """Which training would refuse; the policy's own tokenizer is taken."""
+    policy, judge = resolve("builtin:reviews"), resolve("builtin:reviews", "sentiment")
+    for folder, taken in ((judge, None), (copytree(policy, tmp_path / "value"), str(tmp_path / "value"))):
+        models = f'AutoModelForCausalLM.from_pretrained("{policy}")\nvalue_model = {LOAD}("{folder}", num_labels=1)\n'
+        config, text, told = run(tmp_path, "trl.py", f"{models}PPOConfig(kl_coef=0.05)", capsys)
+        assert (config.critic.kind, config.critic.name) == ("separate", taken)
+        left = f"critic.name: no value model is taken over from {folder}, whose tokenizer has other ids for 2047 of"
+        for lines in (text, told):
+            assert (left in lines) == ("the critic begins as a copy of the policy" in lines) == (taken is None)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.fields import check_value, settings_of, unused
 from tokencredit.settings.foreign_names import misspelt
+from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.projects.translation import Project, translate
 from tokencredit.settings.reader import Dumper, read_yaml
 from tokencredit.settings.text import PPOConfig
@@ -129,6 +130,7 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
                 check_value(key, value, known[key].hint, known[key].limits)
         except (ConfigError, OverflowError) as error:
             made.leave(key, str(error))
+    _compare_tokenizers(made)
     made.drop_unused()
     while message := _refused(settings):
         named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\breward\b", message)
@@ -151,6 +153,25 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
         made.notes += [f"{name} is not known; did you mean {near}?"] * bool(near)
         made.without[name] = "not known" + bool(near) * f"; did you mean {near}?"
     return made
+
+
+def _compare_tokenizers(made: Migrated) -> None:
+    """Leave out a critic whose tokenizer is not the policy's, which a run refuses, if the folders of both are here."""
+    model, critic = (made.settings.get(key) for key in ("model.name", "critic.name"))
+    if critic in (None, model) or not all(Path(str(name)).expanduser().is_dir() for name in (model, critic)):
+        return
+    from tokencredit.text.models.critic import check_tokenizer
+    from tokencredit.text.models.model_loading import load_tokenizer
+
+    policy = ModelConfig(name=model)
+    try:
+        tokenizer = load_tokenizer(policy)
+    except ConfigError:
+        return  # training says so of the policy
+    try:
+        check_tokenizer(f"no value model is taken over from {critic}", critic, policy, tokenizer)
+    except ConfigError as error:
+        made.leave("critic.name", f"{error}; as it is, the critic begins as a copy of the policy")
 
 
 def _choose_labels(made: Migrated, count: Any) -> None:
