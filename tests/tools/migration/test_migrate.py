@@ -188,7 +188,7 @@ def test_a_value_model_of_another_tokenizer_is_no_critic(tmp_path, capsys):
     policy, judge = resolve("builtin:reviews"), resolve("builtin:reviews", "sentiment")
     for folder, taken in ((judge, None), (copytree(policy, tmp_path / "value"), str(tmp_path / "value"))):
         models = f'AutoModelForCausalLM.from_pretrained("{policy}")\nvalue_model = {LOAD}("{folder}", num_labels=1)\n'
-        config, text, told = run(tmp_path, "trl.py", f"{models}PPOConfig(kl_coef=0.05)", capsys)
+        config, text, told = run(tmp_path, f"{taken is None}.py", f"{models}PPOConfig(kl_coef=0.05)", capsys)
         assert (config.critic.kind, config.critic.name) == ("separate", taken)
         left = f"critic.name: no value model is taken over from {folder}, whose tokenizer has other ids for 2047 of"
         for lines in (text, told):

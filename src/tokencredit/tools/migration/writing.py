@@ -157,8 +157,8 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
 
 def _compare_tokenizers(made: Migrated) -> None:
     """Leave out a critic whose tokenizer is not the policy's, which a run refuses, if the folders of both are here."""
-    model, critic = (made.settings.get(key) for key in ("model.name", "critic.name"))
-    if critic in (None, model) or not all(Path(str(name)).expanduser().is_dir() for name in (model, critic)):
+    model, critic = (str(made.settings.get(key, "")) for key in ("model.name", "critic.name"))
+    if model == critic or not all(name and Path(name).expanduser().is_dir() for name in (model, critic)):
         return
     from tokencredit.text.models.critic import check_tokenizer
     from tokencredit.text.models.model_loading import load_tokenizer
