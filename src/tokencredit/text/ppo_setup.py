@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ from tokencredit.text.models.run_models import Models
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards import calls
 from tokencredit.text.rewards.calls import Term
-from tokencredit.text.rewards.terms import as_terms, build_terms
+from tokencredit.text.rewards.terms import as_settings, as_terms, build_terms
 from tokencredit.text.rewards.texts import last_message
 from tokencredit.text.sources.by_hand import NO_REWARD, HandedScores
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
@@ -49,9 +50,15 @@ from tokencredit.user_code.parts import read_by_parts
 if TYPE_CHECKING:
     from tokencredit.text.data.datasets import Rows
 
-
 OWN_COLUMNS = ("prompts", "completions", "prompt_ids", "completion_ids", "ref_logprobs")
 """Arguments of reward functions that a run gives itself."""
+
+
+def with_reward(args: PPOConfig, reward_funcs: Any) -> tuple[PPOConfig, Any]:
+    """Settings with rewards that are names or terms of a configuration, which a run's folder then holds; the others."""
+    if (terms := as_settings(reward_funcs)) is None:
+        return args, reward_funcs
+    return replace(args, reward=terms, python={k: x for k, x in args.python.items() if k != "reward_funcs"}), None
 
 
 def check_arguments(

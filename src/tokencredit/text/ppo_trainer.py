@@ -104,7 +104,7 @@ class PPOTrainer(LoopByHand):
         """
         refuse_arguments(unknown, [*signature(PPOTrainer).parameters][:-1])
         callbacks = check_callbacks(callbacks)
-        args = require_config(args, PPOConfig)
+        args, reward_funcs = setup.with_reward(require_config(args, PPOConfig), reward_funcs)
         played = environment_factory is not None or bool(tools)
         setup.check_arguments(args, model, processing_class, peft_config, train_dataset, eval_dataset, played)
         if model is not None:

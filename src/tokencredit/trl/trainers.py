@@ -164,7 +164,7 @@ class TrainingTrainer(PPOTrainer):
         own = fitting(self.tokenizer, self.model)
         settings |= self._stops() | self._critic(own) | {"prompts.column": "input_ids"} | further(self.args)
         # As TRL does; a change is said and written down.
-        settings["run.allow_changed"] = ["reward_funcs", "callbacks", *settings.get("run.allow_changed", ())]
+        settings["run.allow_changed"] = ["reward_funcs", "reward", "callbacks", *settings.get("run.allow_changed", ())]
         if type(data_collator) not in (type(None), DataCollatorWithPadding):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
         self.relay = Relay(self, callbacks or ())

@@ -122,13 +122,31 @@ def as_terms(reward_funcs: Any, device: torch.device | str = "cpu") -> list[Term
     return _named_terms(entries, device, _as_term, "reward_funcs", "give it its own name: Term(name, weight, function)")
 
 
-def _as_term(reward: Any, device: torch.device | str) -> Term:
-    if isinstance(reward, Term | RewardTerm):
-        return _checked(_build(reward, device) if isinstance(reward, RewardTerm) else reward)
+def as_settings(reward_funcs: Any) -> list[RewardTerm] | None:
+    """The argument `reward_funcs` as the setting `reward`, if it holds only names and terms of a configuration."""
+    entries = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    terms = [_setting(entry) for entry in entries]
+    return [term for term in terms if term is not None] if terms and None not in terms else None
+
+
+def _setting(reward: Any) -> RewardTerm | None:
+    """The term of a configuration that a name stands for, or is; None for another object."""
     if isinstance(reward, str) and (reward in READY_MADE or (":" in reward and not reward.startswith("builtin:"))):
-        return Term(reward.rpartition(":")[2], 1.0, load_function(reward, {}))
-    if isinstance(reward, str):
-        return Term(Path(reward).name, 1.0, RewardModel(reward, *load(reward, device)), prefix=True)
+        return FunctionTerm(function=reward)
+    return (
+        RewardModelTerm(reward_model=reward)
+        if isinstance(reward, str)
+        else reward
+        if isinstance(reward, RewardTerm)
+        else None
+    )
+
+
+def _as_term(reward: Any, device: torch.device | str) -> Term:
+    if (term := _setting(reward)) is not None:
+        return _checked(_build(term, device))
+    if isinstance(reward, Term):
+        return _checked(reward)
     if isinstance(reward, PreTrainedModel):
         name = reward.config._name_or_path
         try:
