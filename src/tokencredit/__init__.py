@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from tokencredit.text.ppo_trainer import PPOTrainer as PPOTrainer
     from tokencredit.text.rewards.calls import Term as Term
     from tokencredit.tools.check_run import check as check
+    from tokencredit.tools.limit_run import limit as limit
     from tokencredit.tools.load_run import load as load
 
     __version__: str

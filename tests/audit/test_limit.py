@@ -14,10 +14,12 @@ from tokencredit.report.reading import read_run
 from tokencredit.report.story import story
 from tokencredit.settings.data import FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.run_kind import read_config
+from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.audit.limit import obstacle, prompt_numbers
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.tools.limit_run import limit
+from tokencredit.tools.limit_run import limit, limit_of_settings
 
 COEF = 0.02
 
@@ -98,7 +100,7 @@ def test_settings_without_a_limit_are_named(groups, reason, tmp_path):
     assert found is None if reason is None else reason in found
     if reason is not None:
         with pytest.raises(ConfigError, match=f"no limit: {reason}"):
-            limit(args, 64)
+            limit_of_settings(args, 64)
 
 
 def test_prompts_are_one_only_with_the_same_columns(tmp_path):
@@ -117,7 +119,7 @@ def test_the_command_agrees_with_the_estimate_of_the_first_iteration(tmp_path, c
     PPOTrainer(args=args).train()
     first = read_metrics(tmp_path / "run")[0]
     capsys.readouterr()
-    best = limit(args, 100, tmp_path / "run")
+    best = limit_of_settings(args, 100, tmp_path / "run")
     assert (best.samples, best.prompts, best.pooled) == (100, 1, False)
     assert best.start == pytest.approx(first["limit/start"], abs=3)
     assert best.low <= first["limit/high"]
@@ -125,5 +127,27 @@ def test_the_command_agrees_with_the_estimate_of_the_first_iteration(tmp_path, c
     out = capsys.readouterr().out
     assert out.startswith("J*")
     assert "the run has reached" in out
-    assert limit(replace(args, run=quiet(tmp_path / "other")), 100) == best
+    assert limit_of_settings(replace(args, run=quiet(tmp_path / "other")), 100) == best
     assert "reached" not in capsys.readouterr().out
+
+
+def test_a_run_begun_in_python_has_its_limit_by_the_command_or_there(run, tmp_path, capsys):
+    """By the command if its reward is a term of a configuration; with a function of Python, of a trainer."""
+    folder, _ = run
+    with pytest.raises(ConfigError, match=r"in Python with reward_funcs, .*: tokencredit\.limit\(PPOTrainer\(…\)\)"):
+        limit_of_settings(read_config(folder / "config.yaml", PPOConfig), 100, folder)
+    trainer = PPOTrainer(args=config(tmp_path / "same"), reward_funcs=vowels)
+    best = limit(trainer, 100)
+    assert (best.samples, best.prompts) == (100, 1)
+    assert capsys.readouterr().out.startswith("J*")
+    trainer.record.history.append({})
+    with pytest.raises(ConfigError, match="the trainer has trained, and its policy is not the reference"):
+        limit(trainer, 100)
+    with pytest.raises(ConfigError, match=r"it needs a reward: reward_funcs is \[\]"):
+        limit(PPOTrainer(args=config(tmp_path / "hand"), reward_funcs=[]), 100)
+    named = PPOTrainer(args=config(tmp_path / "named", 1), reward_funcs="length", processing_class=trainer.tokenizer)
+    named.train()
+    kept = read_config(tmp_path / "named" / "config.yaml", PPOConfig)
+    assert (kept.reward[0].function, list(kept.python)) == ("length", ["processing_class"])
+    assert limit_of_settings(kept, 100, tmp_path / "named").samples == 100
+    assert "the run has reached" in capsys.readouterr().out

@@ -111,7 +111,7 @@ def limit(options: Options) -> None:
 
     from tokencredit.tools import limit_run
 
-    limit_run.limit(config, options.samples, run)
+    limit_run.limit_of_settings(config, options.samples, run)
 
 
 @command(

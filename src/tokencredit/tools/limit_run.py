@@ -1,4 +1,4 @@
-"""`tokencredit limit`: the best that any policy can reach at a KL price, from samples of the reference."""
+"""`tokencredit limit`, also from Python: the best that a policy can reach at a KL price, by samples of the reference."""
 
 from __future__ import annotations
 
@@ -21,12 +21,43 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.evaluation import SEED_OFFSET
 from tokencredit.text.models.model_loading import check_origin
 from tokencredit.text.ppo_trainer import PPOTrainer
+from tokencredit.text.sources.by_hand import NO_REWARD
 
 PER_PROMPT = 64
 """Least completions per prompt: of a data set so many fewer prompts are taken, for each has an optimum of its own."""
 
 
-def limit(config: PPOConfig, samples: int, run: Path | None = None) -> Attainable:
+IGNORED = ("callbacks", "eval_dataset", "processing_class", "peft_config")
+"""Arguments from Python that do not change the reference, or whose change `check_origin` finds."""
+
+
+def limit(trainer: PPOTrainer, samples: int = 1024) -> Attainable:
+    """Sample the reference of a trainer that has not trained, print its optimum, and return it.
+
+    Args:
+        trainer: a trainer with the run's arguments, also one of `tokencredit.trl`.
+        samples: least completions; at least 64 per prompt are taken.
+
+    Raises:
+        ConfigError: the attainable means nothing with these settings, or the policy has been trained.
+        RunStopped: a reward is not finite.
+    """
+    trainer = getattr(trainer, "trainer", trainer)  # of TRL's
+    args = trainer.args
+    reason = obstacle(args)
+    if trainer.handed_scores is not None:
+        reason = f"it needs a reward: {NO_REWARD}"
+    if reason:
+        raise ConfigError(f"no limit: {reason}")
+    if trainer.record.history:
+        raise ConfigError("no limit: the trainer has trained, and its policy is not the reference; make another")
+    with preserved():
+        best = sample(trainer, samples)
+    show(best, args.kl.coef)
+    return best
+
+
+def limit_of_settings(config: PPOConfig, samples: int, run: Path | None = None) -> Attainable:
     """Sample the reference of a run, or of the run that a configuration would train, and print its optimum.
 
     Raises:
@@ -37,17 +68,17 @@ def limit(config: PPOConfig, samples: int, run: Path | None = None) -> Attainabl
     config = with_engine(config)
     if reason := obstacle(config):
         raise ConfigError(f"no limit: {reason}")
-    if arguments := [name for name in config.python if name != "callbacks"]:
+    if arguments := [name for name in config.python if name not in IGNORED]:
         raise ConfigError(
-            f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; its first "
-            "iteration's metrics have an estimate of the limit"
+            f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; sample "
+            "in Python: tokencredit.limit(PPOTrainer(…)), with the same arguments; the first iteration's metrics hold "
+            "an estimate"
         )
     with preserved():
         trainer = PPOTrainer(args=replace(config, python={}))
         if run is not None and (origin := started_from(run)) is not None:
             check_origin(origin, trainer.origin, config.model.name)
-        best = sample(trainer, samples)
-    show(best, config.kl.coef)
+    best = limit(trainer, samples)
     if run is not None and (objective := reached(run)) is not None:
         share = best.share(objective)
         print(f"the run has reached {of_attainable(share, few=best.few, pooled=best.pooled)}")
