@@ -1,4 +1,4 @@
-"""`tokencredit limit`, also from Python: the best that a policy can reach at a KL price, by samples of the reference."""
+"""`tokencredit limit`, also from Python: the best that a policy can reach at a KL price, by samples of a reference."""
 
 from __future__ import annotations
 
