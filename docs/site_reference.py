@@ -12,7 +12,7 @@ from typing import Any
 
 import tokencredit as tc
 from tokencredit import core
-from tokencredit.commands.settings_help import help_of, type_and_range
+from tokencredit.commands.settings_help import docs_of, type_and_range
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.fields import Setting, hints_of, settings_of
 from tokencredit.settings.run_kind import RUN_KINDS
@@ -51,15 +51,16 @@ def settings_page(command: str, kind: Any) -> str:
 
 def entry(key: str, setting: Setting) -> str:
     """A setting with its default, meaning, type and range, and the conditions under which it has an effect."""
+    meaning = docs_of(setting.kind).get(setting.name, "")  # with files of pages, which become links
     if is_dataclass(setting.hint):
-        return f"**{key}**: {help_of(setting)}" if "." in key else help_of(setting)
+        return f"**{key}**: {meaning}" if "." in key else meaning
     value: Any = setting.default
     if isinstance(value, list):
         value = [changed(item) if is_dataclass(item) else item for item in value]
     shown = "" if value is MISSING else f": {value if isinstance(value, str) else json.dumps(value)}"
     needs = "".join(f" Needs `{need}`." for need in setting.needs)
     kind = re.sub(r"--\w+ '[^']+'", r"`\g<0>`", type_and_range(setting))
-    return f"`{key}{shown}`\n: {help_of(setting)} *({kind})*{needs}"
+    return f"`{key}{shown}`\n: {meaning} *({kind})*{needs}"
 
 
 def changed(term: Any) -> dict[str, Any]:

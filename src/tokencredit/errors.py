@@ -1,14 +1,50 @@
 """Errors a user can fix: the message says all, so no traceback is shown."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+PAGES = {
+    "algorithms": "The mathematics of PPO, function by function",
+    "audit": "The audit: is the credit true?",
+    "compare": "Comparing runs",
+    "control": "Agents in Gymnasium environments",
+    "engines": "Sampling engines",
+    "from-trl": "Coming from TRL",
+    "names": "Names of CleanRL, the Berkeley homework and papers",
+    "prompts": "Prompts",
+    "python": "Python",
+    "report": "The report and the diagnosis",
+    "resuming": "Stopping, resuming and errors",
+    "rewards": "Rewards",
+    "scaling": "Several processes, GPUs and machines",
+    "serving": "Use the result",
+    "sweeps": "Sweeps",
+    "training": "Training a language model",
+    "turns": "Several turns: tools, games, environments",
+    "your-own": "Your own estimator, critic or loss",
+}
+"""Titles of the pages of documentation that messages and help name, by their files in docs/."""
+
+
+def pages_by_title(text: str) -> str:
+    """The text with pages by their titles in place of their files, which an installed package lacks."""
+
+    def title(match: re.Match[str]) -> str:
+        section = f', under "{match[2].replace("-", " ")}"' if match[2] else ""
+        return f'docs page "{PAGES[match[1]]}"{section}'
+
+    return re.sub(rf"(?<![^\s(])docs/({'|'.join(PAGES)})\.md(?:#([\w-]+))?", title, text)
 
 
 class ConfigError(ValueError):
     """An invalid setting; the message names the key or file, its value and what it may be."""
 
     stopped_by = "an invalid setting"
+
+    def __init__(self, message: object = ""):
+        super().__init__(pages_by_title(str(message)))
 
 
 class NotInstalled(ConfigError):

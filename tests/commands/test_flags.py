@@ -78,7 +78,7 @@ def test_a_text_where_a_list_belongs_is_answered_with_that_list(text, capsys):
             "unknown key reward[0].unit; arguments of the function go into reward[0].kwargs",
         ),
         (["train", "--critic.clip", "None"], "critic.clip is 'None'; it must be a number; did you mean null?"),
-        (["train", "--advantage.estimator", "grpo"], "(docs/your-own.md); did you mean group_relative?"),
+        (["train", "--advantage.estimator", "grpo"], 'critic or loss"); did you mean group_relative?'),
         (["train", "--model.dtype", "bf16"], "auto; did you mean bfloat16?"),
     ],
 )

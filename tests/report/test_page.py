@@ -186,7 +186,7 @@ def test_the_head_says_what_was_trained_how_well_and_what_to_do():
     sick = render(made(metrics=[row | {"masked": 1.0} for row in metrics]))
     assert "1 problem</a>: no completion is left in the loss." in sick
     assert "<b>Next:</b> raise rollout.max_new_tokens</p>" in sick
-    assert "More: docs/algorithms.md#rewards" in sick
+    assert ", under &#34;rewards&#34;" in sick
 
 
 @pytest.mark.parametrize(("values", "said"), [([0.0] * 3, True), ([0.3, 0.5, 0.8], False)])

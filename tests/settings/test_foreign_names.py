@@ -4,7 +4,7 @@ import pytest
 
 import tokencredit as tc
 from tokencredit.cli import main
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, pages_by_title
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import settings_of, unknown_key
 from tokencredit.settings.foreign_names import names_elsewhere
@@ -142,7 +142,7 @@ def test_every_answer_is_a_key_here():
 def test_arguments_of_older_trainers():
     with pytest.raises(ConfigError) as caught:
         tc.PPOTrainer(config=None, tokenizer=None, reward_processing_classes=None)
-    assert str(caught.value) == (
+    assert str(caught.value) == pages_by_title(
         "config is TRL's name for PPOTrainer(args) (docs/from-trl.md); "
         "tokenizer is TRL's name for PPOTrainer(processing_class) (docs/from-trl.md); "
         "reward_processing_classes is TRL's, and has no counterpart here (a reward model's tokenizer is read from its "
@@ -184,7 +184,7 @@ def test_a_name_as_a_keyword():
 
 
 def test_a_name_in_a_flag_a_file_and_a_dict(tmp_path, capsys):
-    told = "unknown key learning_rate; here it is optim.lr, critic.lr (docs/from-trl.md)\n"
+    told = pages_by_title("unknown key learning_rate; here it is optim.lr, critic.lr (docs/from-trl.md)\n")
     assert main(["train", "--learning_rate", "1e-5"]) == 2
     assert capsys.readouterr().err == f"tokencredit: {told}"
     file = tmp_path / "run.yaml"

@@ -77,13 +77,13 @@ def config(settings=None):
         (
             {"ref_model": "gpt2", "reward_model": "m"},
             r"^ref_model is TRL's, and has no counterpart here \(the reference is .*\); reward_model is TRL's name for "
-            r"reward, PPOTrainer\(reward_funcs\) \(docs/from-trl\.md\)$",
+            r"reward, PPOTrainer\(reward_funcs\) \(docs page .Coming from TRL.\)$",
         ),
         ({"reward_fns": []}, r"^PPOTrainer takes no argument reward_fns; did you mean reward_funcs\?$"),
         (
             {"zzz": 1, "beta": 0.1},
-            r"^beta is TRL's name for kl\.coef \(docs/from-trl\.md\); PPOTrainer takes no argument zzz; it takes "
-            r"model, reward_funcs, .*, environment_factory; settings go into args$",
+            r"^beta is TRL's name for kl\.coef \(docs page .Coming from TRL.\); PPOTrainer takes no "
+            r"argument zzz; it takes model, reward_funcs, .*, environment_factory; settings go into args$",
         ),
     ],
 )

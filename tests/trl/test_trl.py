@@ -300,7 +300,7 @@ def test_what_would_train_something_else_is_refused(here, tokenizer):
         ("learning_rte", "did you mean learning_rate?"),
         (
             "num_generations",
-            "here it is rollout.per_prompt (docs/from-trl.md); keys here go into PPOConfig(settings={KEY: V",
+            'here it is rollout.per_prompt (docs page "Coming from TRL"); keys here go into PPO',
         ),
         ("kl_target", "here it is kl.target; keys here go into PPOConfig(settings={KEY: VALUE})"),
         ("rollout_func", "it has no counterpart here (an environment with step gives the loop to your code)"),

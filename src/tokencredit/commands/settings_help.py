@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, pages_by_title
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.fields import Setting, hints_of, options_of, settings_of, wanted_of
 from tokencredit.settings.reader import dump_yaml
@@ -40,7 +40,7 @@ def docs_of(kind: type) -> dict[str, str]:
 
 def help_of(setting: Setting) -> str:
     """The meaning of a setting."""
-    return docs_of(setting.kind).get(setting.name, "")
+    return pages_by_title(docs_of(setting.kind).get(setting.name, ""))
 
 
 def rows_of(kind: type, topic: str | None = None) -> dict[str, str]:

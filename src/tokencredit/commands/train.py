@@ -23,7 +23,7 @@ from tokencredit.commands.command_line import (
 from tokencredit.commands.jobs import training
 from tokencredit.commands.settings_help import json_schema
 from tokencredit.distributed.signals import raising_interrupt
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, RunStopped, pages_by_title
 from tokencredit.runs.folder import check_new_file, read_parts
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import ControlConfig
@@ -200,7 +200,7 @@ def schema(options: Options) -> None:
 
 @command(
     "Train all runs of a sweep file, and compare them.",
-    positional("file", "FILE, a sweep file", help="YAML sweep file; docs/sweeps.md describes it."),
+    positional("file", "FILE, a sweep file", help=pages_by_title("YAML sweep file; docs/sweeps.md describes it.")),
     option("--seeds", type=POSITIVE_INT, help="Number of the file's seeds to use, the first ones; by default all."),
     option(
         "--on",

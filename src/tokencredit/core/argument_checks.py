@@ -8,6 +8,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from tokencredit.errors import pages_by_title
+
 P = ParamSpec("P")
 R = TypeVar("R")
 FOREIGN = {
@@ -68,7 +70,8 @@ def refuse_time_first(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     if tuple(tensor.shape) in (last if name == "bootstrap" else ((rows + 1, columns),)):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and rewards {(rows, columns)}, which looks like [time, env]; all "
-            "must be [batch, time]: give rewards.T, and the others as docs/names.md shows for CleanRL's buffers"
+            "must be [batch, time]: give rewards.T, and the others as "
+            f"{pages_by_title('docs/names.md')} shows for CleanRL's buffers"
         )
 
 
@@ -129,7 +132,7 @@ def refuse_foreign(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name in FOREIGN:
-                raise TypeError(f"{name} is not an argument of the estimators; give {FOREIGN[name]}")
+                raise TypeError(f"{name} is not an argument of the estimators; give {pages_by_title(FOREIGN[name])}")
         return function(*args, **kwargs)
 
     return checked

@@ -94,7 +94,7 @@ class AgentAdvantageConfig(AdvantageSettings):
     """Advantage estimation."""
 
     estimator: AgentEstimatorName | Part = "gae"
-    """Advantage estimator; docs/algorithms.md compares them, docs/your-own.md says how to write one. Those that compare
+    """Advantage estimator, or your own (docs/your-own.md). See docs/algorithms.md for a comparison. Those that compare
     scores of texts are not for agents."""
     gamma: float = setting(0.99, needs=read_by("gamma"), at_least=0, at_most=1)
     """Discount factor per environment step, with a horizon of 1/(1 − gamma) steps."""

@@ -96,8 +96,8 @@ class CriticConfig(CriticTraining):
     """The critic: its model and how it learns."""
 
     kind: Literal["shared", "separate", "none"] | Part = "shared"
-    """Critic: a value head on the policy's trunk (shared), a model of its own (separate), none, or one of your own
-    (docs/your-own.md)."""
+    """Critic: a value head on the policy's trunk (shared), a model of its own (separate), none, or your own.
+    See docs/your-own.md."""
     kwargs: dict[str, Any] = setting(dict, needs="kind: own")
     """Keyword arguments of a critic of your own."""
     loss: Literal["mse", "histogram"] = setting("mse", needs=LEARNS)

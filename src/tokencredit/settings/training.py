@@ -35,7 +35,7 @@ class AdvantageSettings(Group):
     """Advantage settings shared by language models and agents."""
 
     estimator: EstimatorName | Part = "gae"
-    """Advantage estimator; docs/algorithms.md compares them, docs/your-own.md says how to write one."""
+    """Advantage estimator, or your own (docs/your-own.md). See docs/algorithms.md for a comparison."""
     kwargs: dict[str, Any] = setting(dict, needs="estimator: own")
     """Keyword arguments of an estimator of your own."""
     gamma: float = setting(1.0, needs=read_by("gamma"), at_least=0, at_most=1)

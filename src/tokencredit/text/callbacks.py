@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, RunStopped, pages_by_title
 
 if TYPE_CHECKING:  # callbacks are checked before anything heavy is imported
     from tokencredit.text.data.rollout import Rollout
@@ -104,9 +104,8 @@ def refuse_changes(before: Mapping[str, Any], after: Mapping[str, Any], event: s
     for key in before:
         if after.get(key) != before[key]:
             cure = "; a critic of your own is critic.kind (docs/your-own.md)" * key.endswith("values")
-            raise RunStopped(
-                f"{event} of the callback {name} changed {key}; it may add metrics, and change nothing{cure}"
-            )
+            reason = f"{event} of the callback {name} changed {key}; it may add metrics, and change nothing{cure}"
+            raise RunStopped(pages_by_title(reason))
 
 
 EVENTS = tuple(name for name in vars(Callback) if not name.startswith("_"))

@@ -102,7 +102,11 @@ def test_episodes_of_several_turns_run_the_whole_text_each_turn(tmp_path):
     ("trunk", "changes", "message"),
     [
         (Padded, {}, "padded on the left.* step over tokens whose attention_mask is 0, or take a model"),
-        (nn.Identity, {}, "no projection to a vocabulary.*lm_head.*embed_tokens.*docs/python.md#your-own-model"),
+        (
+            nn.Identity,
+            {},
+            "no projection to a vocabulary.*lm_head.*embed_tokens.*page .Python., under .your own model",
+        ),
         (Trunk, {"cache": "static"}, "rollout.cache is static, and Trunk takes no KV cache"),
     ],
 )
@@ -112,5 +116,5 @@ def test_a_model_that_cannot_be_trained_is_told_what_to_change(trunk, changes, m
 
 
 def test_a_plain_module_is_told_the_shortest_way(tmp_path):
-    with pytest.raises(ConfigError, match=re.escape("docs/python.md#your-own-model")):
+    with pytest.raises(ConfigError, match=re.escape('(docs page "Python", under "your own model")')):
         trainer_of(tmp_path, model=Trunk(GRUConfig()))

@@ -269,7 +269,11 @@ def echo(word: str) -> str:
         (Argument, None, "environment_factory needs level"),
         (Fails, None, r"created no environment, it raised ValueError: no licence at .*test_env.*:\d+"),
         (Exits, None, "environment_factory created no environment, it raised SystemExit: 2"),
-        (lambda: None, None, "environment_factory gives a NoneType, which has no method reset; see docs/turns.md"),
+        (
+            lambda: None,
+            None,
+            "environment_factory gives a NoneType, which has no method reset; see docs page .Several turns: ",
+        ),
         (NoReset, None, "environment_factory gives a NoReset, which has no method reset"),
         (Row, None, r"reset takes a row, as environments with step\(completion\) do, and Row has no step"),
         (Steps, [echo], "tools are given, and environment_factory has step, which receives whole completions"),

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from tokencredit.errors import pages_by_title
 from tokencredit.report.comparison.compare import Comparison
 from tokencredit.report.comparison.stats import (
     FEWEST,
@@ -89,7 +90,7 @@ def basis(count: int) -> str:
     if count < FEWEST:
         return f"the mean of {count} runs, too few for an interval"
     text = f"the interquartile mean of {count} runs and a bootstrap interval"
-    return text + (", which is too narrow for so few (docs/compare.md)" if count < ENOUGH else "")
+    return text + (pages_by_title(", which is too narrow for so few (docs/compare.md)") if count < ENOUGH else "")
 
 
 def linked(group: RunGroup, out: Path) -> list[tuple[str, str, str | None]]:

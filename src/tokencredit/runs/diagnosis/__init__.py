@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tokencredit.errors import pages_by_title
 from tokencredit.runs.diagnosis.critic_checks import CRITIC_CHECKS
 from tokencredit.runs.diagnosis.evidence import SETTLED, Evidence, Finding
 from tokencredit.runs.diagnosis.policy_checks import POLICY_CHECKS
@@ -64,7 +65,9 @@ def diagnose(
     findings = []
     for weight, check, section in CHECKS:
         if (finding := check(evidence)) and (cures := evidence.possible(finding.cures)):
-            findings.append(replace(finding, name=check.__name__, weight=weight, section=section, cures=cures))
+            findings.append(
+                replace(finding, name=check.__name__, weight=weight, section=pages_by_title(section), cures=cures)
+            )
     explained = {name for finding in findings for name in EXPLAINS.get(finding.name, ())}
     causes = [finding for finding in findings if finding.name not in explained]
     return sorted(causes, key=lambda finding: -finding.weight)

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, pages_by_title
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.fields import check_value, settings_of, unused
 from tokencredit.settings.foreign_names import misspelt
@@ -95,7 +95,7 @@ class Migrated:
         listed = ", ".join(list(self.without)[:MAX_LISTED])
         more = f" and {len(self.without) - MAX_LISTED} more" if len(self.without) > MAX_LISTED else ""
         lines += [f"  without counterpart, with reasons in the file: {listed}{more}"] * bool(self.without)
-        return "\n".join(map(visible, lines))
+        return "\n".join(visible(pages_by_title(line)) for line in lines)
 
     def leave(self, key: str, reason: str) -> None:
         """Leave a setting to the user."""
@@ -205,7 +205,7 @@ def _labels_of(name: str) -> list[str]:
 
 def comment(text: str) -> str:
     """A text on one line."""
-    return visible(" ".join(text.split()))
+    return visible(pages_by_title(" ".join(text.split())))
 
 
 def _own(origin: str) -> bool:
