@@ -131,15 +131,11 @@ def as_settings(reward_funcs: Any) -> list[RewardTerm] | None:
 
 def _setting(reward: Any) -> RewardTerm | None:
     """The term of a configuration that a name stands for, or is; None for another object."""
-    if isinstance(reward, str) and (reward in READY_MADE or (":" in reward and not reward.startswith("builtin:"))):
+    if not isinstance(reward, str):
+        return reward if isinstance(reward, RewardTerm) else None
+    if reward in READY_MADE or (":" in reward and not reward.startswith("builtin:")):
         return FunctionTerm(function=reward)
-    return (
-        RewardModelTerm(reward_model=reward)
-        if isinstance(reward, str)
-        else reward
-        if isinstance(reward, RewardTerm)
-        else None
-    )
+    return RewardModelTerm(reward_model=reward)
 
 
 def _as_term(reward: Any, device: torch.device | str) -> Term:
