@@ -81,6 +81,9 @@ def test_penalties_count_and_normalised_scores_have_no_limit(tmp_path):
         rows[name], _ = PPOTrainer(args=args, reward_funcs=vowels).iteration(1)
     penalty = rows["penalty"]
     assert penalty["limit/start"] == pytest.approx(penalty["reward"] - penalty["truncated"], abs=1e-5)
+    assert penalty["shaped_reward"] == pytest.approx(penalty["limit/start"])
+    assert penalty["shaped_reward_std"] > penalty["reward_std"]
+    assert "shaped_reward" not in rows["scaled"]
     assert not {"objective", "attainable", "limit/objective"} & set(rows["scaled"])
 
 

@@ -8,9 +8,10 @@ from helpers.episodes import episode, grid
 from helpers.files import data_of
 from helpers.proofs import proofs
 from tokencredit.report.meanings import meaning
+from tokencredit.report.notebook import NotebookRun
 from tokencredit.report.page import CHARACTERS, LARGEST, OBSERVATION, TOKENS, render, write_report
 from tokencredit.report.reading import Run, read_run
-from tokencredit.report.story import story
+from tokencredit.report.story import Fact, story
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 
@@ -178,10 +179,19 @@ def test_the_head_says_what_was_trained_how_well_and_what_to_do():
         ("on the reward", "m: NEGATIVE, short", ""),
         ("reward", "0.10 → 0.30", "+0.20 ± 0.35 at 95 %: within chance; in the last iteration"),
         ("KL to the reference", "0 → 2", "nats per sequence"),
-        ("reached", "60 %", "of what this reward allows at this KL price"),
+        ("reached", "60 %", "of what this reward allows at this KL price, after 3 iterations"),
         ("true credit", "not measured", "by an audit"),
         ("time", "3 s", "3 iterations"),
     ]
+    shaped = made(metrics=[row | {"shaped_reward": row["reward"] - 1, "shaped_reward_std": 0.2} for row in metrics])
+    head = Fact(
+        "shaped reward",
+        "-0.90 → -0.70",
+        "+0.20 ± 0.14 at 95 %; in the last iteration; before score's clip and penalties: 0.10 → 0.30",
+    )
+    assert story(shaped)[2] == head
+    assert f"shaped reward -0.90 → -0.70 ({head.note})" in repr(NotebookRun(**vars(shaped)))
+    assert [line["name"] for line in data_of(render(shaped))["headline"]["lines"]] == ["reward", "shaped_reward"]
     assert "<b>Next:</b> tokencredit audit runs/made</p>" in render(run)
     sick = render(made(metrics=[row | {"masked": 1.0} for row in metrics]))
     assert "1 problem</a>: no completion is left in the loss." in sick

@@ -8,6 +8,7 @@ import pytest
 from tokencredit.runs.summary import (
     WINDOW,
     History,
+    attained,
     count,
     duration,
     figure,
@@ -92,7 +93,7 @@ def test_the_share_of_the_attainable_is_said_with_its_bound(few, pooled, bound):
     rows, said = shared(1.16)
     assert said == (
         "an unknown share of what this reward allows at this KL price: samples of the reference with such rewards are "
-        "too few to estimate the limit (116 % of the estimate; tokencredit limit takes more)"
+        "too few to estimate the limit (116 % of the estimate; tokencredit limit takes more), after 2 iterations"
     )
     below = history(reward=[0.0, 0.0], attainable=[0.0, -0.2])
     assert summarise(below, TEXT, {}, Path("x"), 1.0, "iterations").attained.startswith(
@@ -101,6 +102,26 @@ def test_the_share_of_the_attainable_is_said_with_its_bound(few, pooled, bound):
     rows.priced = 1
     summary = summarise(rows, TEXT, {}, Path("x"), 1.0, "iterations")
     assert (summary["attainable_last"], summary.attained) == (None, None)
+
+
+def test_a_share_that_still_rises_is_no_verdict():
+    """The last five iterations against the five before: 0.3 more, and 0.02 more with a spread of 0.16."""
+    for shares, rises in (([0.1, 0.2, 0.1, 0.2, 0.1, 0.4, 0.5, 0.4, 0.5, 0.4], True), ([0.2, 0.5] * 5, False)):
+        said = attained(history(reward=shares, attainable=shares))
+        assert said.endswith("at this KL price, after 10 iterations" + " and still rising" * rises)
+    assert not attained(history(reward=[0.1, 0.5], attainable=[0.1, 0.5])).endswith("rising"), "two say nothing"
+
+
+def test_a_reward_with_penalties_is_judged_by_what_is_trained_on():
+    """Fewer completions are cut off, of scores that stay: 1.96 · √(0.5² / 15 + 0.5² / 15), by hand."""
+    rows = history(
+        **{"reward": [0.31, 0.33], "reward_std": [0.1, 0.1], "shaped_reward": [-0.6, 0.3]},
+        **{"shaped_reward_std": [0.5, 0.5], "tokens": [160.0] * 2, "length": [10.0] * 2},
+    )
+    summary = summarise(rows, TEXT, {}, Path("x"), 1.0, "iterations")
+    assert (summary.rise, summary.shaped) == ("+0.9 ± 0.358 at 95 %", (-0.6, 0.3))
+    names = ("reward_first", "reward_last", "shaped_reward_first", "shaped_reward_last")
+    assert [summary[name] for name in names] == [0.31, 0.33, -0.6, 0.3]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ NO_CURVE = ("iteration", "limit/", *HOMEWORK_TAGS)
 """Beginnings of names without a curve; the estimate of the attainable stands in one iteration."""
 SHARED = {
     "best": "reward",
+    "shaped_reward": "reward",
+    "shaped_reward_std": "reward_std",
     "distinct_2": "distinct",
     "repetition": "distinct",
     "approx_kl_k1": "approx_kl",

@@ -7,6 +7,8 @@ MEANINGS = {
     "reward/": "Mean of one term of the reward, before its weight.",
     "reward_std": "Standard deviation of the reward over completions or episodes.",
     "reward_std/": "Standard deviation of one term of the reward; a term that does not vary teaches nothing.",
+    "shaped_reward": "Mean reward after score's clip and penalties: what training maximises, less the price of the KL.",
+    "shaped_reward_std": "Standard deviation of the reward after score's clip and penalties.",
     "reward_corr/": "Correlation of two terms: near 1 one is redundant, near −1 they work against each other.",
     "best": "Mean over prompts of the best completion's reward.",
     "objective": "What training maximises: the reward less the price of the KL.",

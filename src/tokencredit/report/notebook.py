@@ -12,7 +12,7 @@ from tokencredit.report import audit_view, reading
 from tokencredit.report.curves import chart_of, sections
 from tokencredit.report.page import views
 from tokencredit.report.reading import REPORT, Run
-from tokencredit.report.story import story
+from tokencredit.report.story import outcome, story
 from tokencredit.report.templating import fill, two_digits
 from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import write_file
@@ -101,9 +101,8 @@ class NotebookRun(Run):
     """A run; a notebook shows its outcome, curves and diagnosis."""
 
     def __repr__(self) -> str:
-        outcome = run_kind_of(self.config).outcome.replace("_", " ")
-        _, change, note = next(fact for fact in story(self) if fact.label == outcome)
-        return f"<Run {self.path}: {outcome} {change} ({note}), {in_iterations(len(self.metrics))}>"
+        label, change, note = outcome(self)
+        return f"<Run {self.path}: {label} {change} ({note}), {in_iterations(len(self.metrics))}>"
 
     def _repr_html_(self) -> str:
         charts = {name: chart for found in sections(self.metrics).values() for name, chart in found.items()}

@@ -12,7 +12,18 @@ from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.diagnosis import Finding
 from tokencredit.runs.jsonl import PRICED, scored_anew
-from tokencredit.runs.summary import attained, averaged, duration, final_mean, finite, in_iterations, rise_in_words
+from tokencredit.runs.summary import (
+    SHAPED,
+    UNSHAPED,
+    attained,
+    averaged,
+    duration,
+    ends,
+    final_mean,
+    headline,
+    in_iterations,
+    rise_in_words,
+)
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.run_kind import CONTROL, OFFLINE, run_kind_of
@@ -51,12 +62,9 @@ def story(run: Run) -> list[Fact]:
     facts += [Fact(word, visible(label_of(part))) for word, part in own.items() if is_own(part)]
 
     def change(name: str) -> str:
-        first = next(finite(row.get(name) for row in scored), None)
-        return f"{two_digits(first)} → {two_digits(final_mean(scored, name))}"
+        return " → ".join(map(two_digits, ends(scored, name)))
 
-    name, window = run_kind.headline, averaged(len(metrics), run.since)
-    rise = rise_in_words(scored, run_kind, run.config, two_digits)
-    facts.append(Fact(run_kind.outcome.replace("_", " "), change(name), f"{rise}; {window}" if rise else window))
+    facts.append(outcome(run))
     if final_mean(scored, "kl") is not None:
         facts.append(Fact("KL to the reference", change("kl"), "nats per sequence"))
     elif final_mean(scored, "log_ratio") is not None:
@@ -76,6 +84,16 @@ def story(run: Run) -> list[Fact]:
     elif stopped != "iterations":
         facts.append(Fact("stopped by", str(stopped)))
     return [Fact(*map(visible, fact)) for fact in facts]
+
+
+def outcome(run: Run) -> Fact:
+    """The headline metric at the start and the end, its rise, and a shaped reward before it was shaped."""
+    scored, run_kind = run.metrics[run.since :] or run.metrics[-1:], run_kind_of(run.config)
+    name, _ = headline(scored, run_kind)
+    change, before = (" → ".join(map(two_digits, ends(scored, x))) for x in (name, run_kind.headline))
+    notes = [rise_in_words(scored, run_kind, run.config, two_digits), averaged(len(run.metrics), run.since)]
+    notes += [f"{UNSHAPED}: {before}"] * (name == SHAPED)
+    return Fact(name.rpartition("/")[2].replace("_", " "), change, "; ".join(filter(None, notes)))
 
 
 def next_step(run: Run, findings: Sequence[Finding]) -> str | None:

@@ -27,7 +27,7 @@ from tokencredit.audit.verdict import (
 )
 from tokencredit.distributed.signals import NO_READER, leave_closed_output
 from tokencredit.runs.diagnosis import Finding
-from tokencredit.runs.summary import OPEN_END, Summary, averaged, duration, figure, in_iterations
+from tokencredit.runs.summary import OPEN_END, SHAPED, UNSHAPED, Summary, averaged, duration, figure, in_iterations
 from tokencredit.runs.transcript import Line, acted, conversation, transcript
 from tokencredit.runs.untrusted import visible, visible_lines
 
@@ -277,10 +277,14 @@ class Screen:
             self.console.print(table)
         if summary.iterations:
             kl = "" if summary.kl_last is None else f"   KL {figure(summary.kl_last)} nats per sequence"
+            change, before = f"{figure(summary.first)} → {figure(summary.last)}", ""
+            name = summary.run_kind.outcome
+            if summary.shaped is not None:
+                before, name = f"; {UNSHAPED}: {change}", SHAPED
+                change = " → ".join(map(figure, summary.shaped))
             rise = f" ({summary.rise})" if summary.rise else ""
             self.say(
-                f"{summary.run_kind.outcome.replace('_', ' ')} {figure(summary.first)} → {figure(summary.last)}"
-                f"{rise}{kl} "
+                f"{name.replace('_', ' ')} {change}{rise}{before}{kl} "
                 f"({averaged(summary.iterations, summary.since)})   "
                 f"{in_iterations(summary.iterations)} in {duration(summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.run_kind.unit} per second)"

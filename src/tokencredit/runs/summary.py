@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean, variance
 from typing import Any
 
 from tokencredit.runs.folder import setting_of
@@ -21,6 +22,10 @@ EPISODES = 100
 """Most recent training episodes that an agent's average return is over."""
 CONFIDENT = 1.96
 """Half the width of a 95 % interval, in standard errors."""
+SHAPED = "shaped_reward"
+"""Mean reward after the clip and penalties of `score`, in runs that have some."""
+UNSHAPED = "before score's clip and penalties"
+"""Words before such a run's plain reward."""
 PRETRAINING = "pretrain/tokens"
 """Tokens sampled before the first iteration, to pretrain the critic."""
 Row = Mapping[str, float]
@@ -64,6 +69,20 @@ def final_mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return mean(row.get(name) for row in rows[-final_window(len(rows)) :])
 
 
+def ends(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float | None, float | None]:
+    """A metric in the first iteration that has it, and as `final_mean`."""
+    return next(finite(row.get(name) for row in rows), None), final_mean(rows, name)
+
+
+def headline(rows: Sequence[Mapping[str, Any]], run_kind: RunKind) -> tuple[str, str]:
+    """The metric that shows how well a run does, and that of its standard deviation.
+
+    Where `score` clips or penalizes, it is the reward after that, which the policy is trained on.
+    """
+    shaped = any(SHAPED in row for row in rows)
+    return (SHAPED, f"{SHAPED}_std") if shaped else (run_kind.headline, run_kind.deviation)
+
+
 def rise_in_words(
     rows: Sequence[Mapping[str, Any]],
     run_kind: RunKind,
@@ -75,14 +94,15 @@ def rise_in_words(
     Empty where a standard error is unknown. The completions of one prompt count as one, since they share its
     difficulty. Averages over recent episodes share episodes, so that their mean is no more exact than one of them.
     """
-    number, name, agent = number or figure, run_kind.headline, run_kind is CONTROL
+    number, agent = number or figure, run_kind is CONTROL
+    name, deviation = headline(rows, run_kind)
     per_prompt = setting_of(config, "rollout.per_prompt") or 1
     played = accumulate(row.get("episodes") or 0 for row in rows)
     known = []  # the iterations that have a value, with the square of its standard error
     for place, (row, episodes) in enumerate(zip(rows, played, strict=True)):
         tokens, length = row.get("tokens"), row.get(run_kind.length)
         size = min(episodes, EPISODES) if agent else tokens / length / per_prompt if tokens and length else 0
-        variance = next(finite([row.get(run_kind.deviation)]), math.nan) ** 2
+        variance = next(finite([row.get(deviation)]), math.nan) ** 2
         square = variance / (size - 1) if size > 1 else math.nan
         known += [(place, row[name], square)] if is_number(row.get(name)) else []
     end = [entry for entry in known[1:] if entry[0] >= len(rows) - final_window(len(rows))]
@@ -101,7 +121,18 @@ def attained(rows: Sequence[Mapping[str, Any]]) -> str | None:
     if share is None:
         return None
     few, pooled = (bool(rows[0].get(f"limit/{name}")) for name in ("few", "pooled"))
-    return of_attainable(share, few=few, pooled=pooled)
+    rising = " and still rising" if _rises(rows, "attainable") else ""
+    return f"{of_attainable(share, few=few, pooled=pooled)}, after {in_iterations(len(rows))}{rising}"
+
+
+def _rises(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """True if a metric's mean over the last iterations is above that of as many before, beyond their spread."""
+    size = final_window(len(rows))
+    before, after = (list(finite(row.get(name) for row in part)) for part in (rows[-2 * size : -size], rows[-size:]))
+    if min(len(before), len(after)) < 2:
+        return False
+    error = math.sqrt(sum(variance(part) / len(part) for part in (before, after)))
+    return fmean(after) - fmean(before) > CONFIDENT * error
 
 
 def of_attainable(share: float, *, few: bool, pooled: bool) -> str:
@@ -131,9 +162,9 @@ class Summary(Mapping[str, Any]):
     folder: Path
     """Folder of the run."""
     first: float | None
-    """Headline metric of the first iteration that has one: mean reward, or average return."""
+    """Mean reward, or an agent's average return, in the first iteration that has one."""
     last: float | None
-    """Headline metric averaged over the last five iterations, in a run of fewer than ten over its last half; None
+    """The same averaged over the last five iterations, in a run of fewer than ten over its last half; None
     without an iteration."""
     kl_last: float | None
     """Mean KL to the reference over the same iterations, in nats per sequence. None without a reference, or with
@@ -154,7 +185,10 @@ class Summary(Mapping[str, Any]):
     attained: str | None = field(default=None, repr=False)
     """The same in words, with its bound."""
     rise: str = field(default="", repr=False)
-    """`last` − `first` in words, with its 95 % interval; empty where that is not known."""
+    """`last` − `first` in words, or that of the shaped reward, with its 95 % interval; empty where that is not
+    known."""
+    shaped: tuple[float | None, float | None] | None = None
+    """`first` and `last` of the reward after the clip and penalties of `score`; None in a run without."""
     environment: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Versions, machine, command, repository and dates (docs/training.md)."""
 
@@ -172,6 +206,7 @@ class Summary(Mapping[str, Any]):
         return {
             f"{name}_first": self.first,
             f"{name}_last": self.last,
+            **({f"{SHAPED}_first": self.shaped[0], f"{SHAPED}_last": self.shaped[1]} if self.shaped else {}),
             "kl_last": self.kl_last,
             "attainable_last": self.attainable_last,
             "iterations": self.iterations,
@@ -187,10 +222,11 @@ def summarise(
 ) -> Summary:
     """The summary of a run with these metrics and this configuration, in plain dicts."""
     comparable = history[history.since :]
+    first, last = ends(comparable, run_kind.headline)
     return Summary(
         folder=folder,
-        first=next(finite(row.get(run_kind.headline) for row in comparable), None),
-        last=final_mean(comparable, run_kind.headline),
+        first=first,
+        last=last,
         kl_last=final_mean(history, "kl"),
         iterations=len(history),
         seconds=seconds,
@@ -201,6 +237,7 @@ def summarise(
         attainable_last=None if history.priced else final_mean(history, "attainable"),
         attained=None if history.priced else attained(history),
         rise=rise_in_words(comparable, run_kind, config),
+        shaped=ends(comparable, SHAPED) if headline(comparable, run_kind)[0] == SHAPED else None,
     )
 
 

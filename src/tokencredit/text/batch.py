@@ -30,6 +30,7 @@ from tokencredit.core.off_policy import CorrectionStats, correction_stats
 from tokencredit.core.rewards import k1
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import critic_metrics
+from tokencredit.runs.summary import SHAPED
 from tokencredit.runs.transcript import SIGN, conversation
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.data.prefixes import Ended
@@ -152,8 +153,8 @@ class Batch:
         log_ratio = k1(self.rollout.logprobs, reference.logprobs, self.rollout.mask)
         return "log_ratio" if self.filtered or self.rollout.age is not None else "kl", log_ratio
 
-    def metrics(self, processes: Processes) -> dict[str, float]:
-        """The batch's metrics, over the completions of all processes."""
+    def metrics(self, processes: Processes, shaped: Tensor | None = None) -> dict[str, float]:
+        """The batch's metrics, over the completions of all processes; `shaped` is `Credit.shaped` of it."""
         rollout, mask, totals = self.rollout, self.rollout.mask, self.total_scores()
         _, reward, variance = moments(totals, torch.ones_like(totals, dtype=torch.bool), processes.sum)
         entropies = -rollout.logprobs if rollout.entropy is None else rollout.entropy
@@ -174,6 +175,9 @@ class Batch:
             "advantage_mean": float(advantage),
             "advantage_std": float(advantage_variance.sqrt()),
         }
+        if shaped is not None:
+            _, reward, variance = moments(shaped, torch.ones_like(shaped, dtype=torch.bool), processes.sum)
+            metrics |= {SHAPED: float(reward), f"{SHAPED}_std": float(variance.sqrt())}
         if self.episodes is not None:
             metrics |= episode_metrics(self.episodes, processes, mask.device)
         if rollout.age is not None:

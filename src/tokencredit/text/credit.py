@@ -207,6 +207,12 @@ class Credit:
         """Reward of each completion, `[batch]`: with `score.clip` and penalties, without the KL's and normalisation."""
         return self._rewards(scored, scored.scores)[0].sum(1)
 
+    def shaped(self, scored: Batch) -> Tensor | None:
+        """`totals`, where `score` clips or penalizes; None otherwise, and for normalized scores, of another scale."""
+        args = self.args.score
+        shapes = args.clip is not None or args.overlong is not None or args.missing_eos_penalty > 0
+        return self.totals(scored) if shapes and args.normalize == "none" else None
+
     def returns(self, scored: Batch, scale: ScoreScale) -> Tensor:
         """Sampled returns `[batch, time]`, the discounted sums of rewards; running state is not updated."""
         score_rewards, kl_rewards = self._rewards(scored, scale(scored.scores))

@@ -255,7 +255,7 @@ class PPOTrainer(LoopByHand):
                 metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
             else:
                 # The batch is measured before it is learned from.
-                metrics |= batch.metrics(self.processes) | self.credit.metrics()
+                metrics |= batch.metrics(self.processes, self.credit.shaped(batch)) | self.credit.metrics()
                 metrics |= limit_metrics(batch, metrics.get("kl"), self.credit, self.processes, self.record.history)
                 # 3. Update policy and critic, and give the engine their weights.
                 metrics |= self.update(number, batch, experience, metrics.get("kl"))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from tokencredit.runs.summary import SHAPED
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
 
 CALLED = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_train_end")
@@ -39,8 +40,7 @@ class Relay:
         """Add TRL's names, and let the callbacks log."""
         del samples
         rows, beta = trainer.rows, metrics.get("kl_coef", 0.0)
-        penalty = trainer.args.score.missing_eos_penalty * metrics.get("truncated", 0.0)
-        kl, reward = metrics.get("kl", 0.0), metrics["reward"] - penalty
+        kl, reward = metrics.get("kl", 0.0), metrics.get(SHAPED, metrics["reward"])
         named = {"objective/kl": kl, "objective/scores": reward, "objective/non_score_reward": -beta * kl}
         named |= {"objective/rlhf_reward": reward - beta * kl, "episode": metrics["iteration"] * rows}
         if "entropy" in metrics:

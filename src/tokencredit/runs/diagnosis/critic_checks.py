@@ -62,14 +62,14 @@ def explained_variance(run: Evidence) -> Finding | None:
     solved.
     """
     explained = run.mean("explained_variance", slice(-SETTLED, None))
-    far = abs(run.last("value_mean") - run.last("reward")) > FAR * run.last("reward_std")
-    lags, wild = far and explained < 0.1, explained < -1
+    far = abs(run.last("value_mean") - run.last(run.reward)) > FAR * run.last(run.deviation)
+    lags, wild = far and explained < 0.1 and run.run_kind is not CONTROL, explained < -1
     if len(run) < 2 * SETTLED or run.learns() or not (lags or explained < -NOISE):
         return None
     faster = "raise critic.lr" + " and critic.trunk_lr" * (run.setting("critic.kind") == "separate")
     return Finding(
         "the critic lags behind the rewards" if lags else "the critic explains nothing",
-        "; ".join(map(run.where, ("explained_variance", *("value_mean", "reward") * lags))),
+        "; ".join(map(run.where, ("explained_variance", *("value_mean", run.reward) * lags))),
         "Its values are further from the rewards than those are from each other, so every completion looks better, or "
         "every one worse, than expected."
         if lags

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokencredit.runs.folder import setting_of
 from tokencredit.runs.jsonl import is_number
-from tokencredit.runs.summary import WINDOW, finite, mean
+from tokencredit.runs.summary import WINDOW, finite, headline, mean
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import settings_of
 from tokencredit.settings.run_kind import CONTROL, RunKind, run_kind_of
@@ -74,7 +74,7 @@ class Evidence:
     ):
         self.metrics, self.config, self.ended = metrics, config, ended
         self.run_kind = run_kind_of(config)
-        self.reward = self.run_kind.headline
+        self.reward, self.deviation = headline(metrics, self.run_kind)
         self.samples = [sample for sample in samples if sample["iteration"] == samples[-1]["iteration"]]
 
     def possible(self, cures: Sequence[str]) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class Evidence:
     def gain(self) -> float:
         """Rise of the reward in standard deviations of a single completion, at the start or where that is 0 over the
         run; NaN if unknown."""
-        deviation = self.first(self.run_kind.deviation) or self.mean(self.run_kind.deviation, slice(None))
+        deviation = self.first(self.deviation) or self.mean(self.deviation, slice(None))
         rise = self.last(self.reward) - self.first(self.reward)
         return rise / deviation if deviation > 0 else math.nan
 

@@ -107,7 +107,7 @@ def equal_scores(run: Evidence) -> Finding | None:
     size = run.setting("rollout.per_prompt")
     scaled = run.setting("advantage.estimator") == "group_relative" and run.setting("advantage.scale") is not False
     groups = scaled and is_number(size) and size > 1
-    name = "advantage_std" if groups else run.run_kind.deviation
+    name = "advantage_std" if groups else run.deviation
     deviations = run.values(name, slice(-SETTLED, None))
     equal = sum(x < 1e-8 for x in deviations) / max(len(deviations), 1)
     if groups:
@@ -135,13 +135,14 @@ def evaluation_disagrees(run: Evidence) -> Finding | None:
     if len(scores) < 3 or not run.learns():
         return None
     ends = max(1, len(scores) // 4)
-    end, trained = sum(scores[-ends:]) / ends, run.last(run.reward)
-    if not (end < trained and end - sum(scores[:ends]) / ends < 0.1 * (trained - run.first(run.reward))):
+    reward = run.run_kind.headline  # evaluations are not shaped
+    end, trained, start = sum(scores[-ends:]) / ends, run.last(reward), run.first(reward)
+    if not (start < trained > end and end - sum(scores[:ends]) / ends < 0.1 * (trained - start)):
         return None
     own = [f"eval.{key}" for key in ("max_new_tokens", "temperature") if run.setting(f"eval.{key}") is not None]
     return Finding(
         "evaluations do not rise with training",
-        f"{run.where(run.reward)}; {name} {scores[0]:.3g} in the first evaluation, {scores[-1]:.3g} in the last",
+        f"{run.where(reward)}; {name} {scores[0]:.3g} in the first evaluation, {scores[-1]:.3g} in the last",
         "What the policy learned does not hold on the prompts, or with the sampling, of the evaluation.",
         (
             *[f"leave out {' and '.join(own)}, so that evaluations sample as training does"] * bool(own),
