@@ -280,7 +280,13 @@ def test_around_the_policy_that_drew_no_first_ratio_has_to_be_1():
 
 
 def test_every_check_has_a_case():
-    others = {"still_warming", "truncated_support", "hollow_score", "critic_lags"}  # in tests of their own
+    others = {
+        "still_warming",
+        "truncated_support",
+        "hollow_score",
+        "phrase_spreads",
+        "critic_lags",
+    }  # in tests of their own
     assert {check.__name__ for _, check, _ in CHECKS} == {*DISEASES, *others}
 
 
@@ -733,6 +739,30 @@ def test_a_high_score_of_a_text_that_says_nothing_is_named_with_the_text(text, i
     found = diagnose(healthy(), CONFIG, samples=samples)
     assert [finding.name for finding in found] == ["hollow_score"] * named
     assert not named or f"{text.strip()!r} has the reward 0.97" in found[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "named"), [(0, 36, True), (1, 25, True), (1, 23, False), (3, 33, False), (0, 22, False)]
+)
+def test_a_phrase_that_has_spread_over_the_completions_is_named(first, last, named):
+    """Of 8 completions of the first iteration, and 40 of the last five; a run that does not learn hacks nothing."""
+    rows = [[i < first for i in range(8)], *[[i < last for i in range(j, 40, 5)] for j in range(5)]]
+    samples = [
+        {"iteration": number, "completion": f"{one} was: good. See" if has else "A film about love", "reward": 0.6}
+        | {"tokens": [str(token) for token in range(9)]}
+        for number, row in zip((1, *range(36, 41)), rows, strict=True)
+        for one, has in enumerate(row)
+    ]
+    found = diagnose(healthy(), CONFIG, samples=samples)
+    assert [finding.name for finding in found] == ["phrase_spreads"] * named
+    if named:
+        shares = f"{first / 8:.0%} of the samples of iteration 1, and in {last / 40:.0%} of those of 36–40"
+        assert f"'was: good. See' is in {shares}" in found[0].evidence
+        assert "phrase_spreads" not in names([row | {"reward": 0.5} for row in healthy()], samples=samples)
+        episodes_of = [row | EPISODES for row in healthy()]
+        assert names(episodes_of, samples=[sample | {"turns": []} for sample in samples]) == []
+        assert names(sick("degenerate"), samples=samples) == ["degenerate"], "the cause alone"
+        assert names(healthy()[20:], samples=samples) == [], "the reward changed after iteration 20"
 
 
 def test_plain_prompts_that_are_answered_with_nothing_are_named_at_once():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import pstdev
@@ -21,7 +20,7 @@ from tokencredit.runs.diagnosis import diagnose, no_finding
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PROBLEMS, SCORED
 from tokencredit.runs.summary import WINDOW
-from tokencredit.runs.transcript import acted, conversation, speeches, written
+from tokencredit.runs.transcript import acted, conversation, phrase_shares, speeches
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.run_kind import run_kind_of
@@ -42,8 +41,6 @@ OBSERVATION = 2_000
 CHARACTERS = 25
 """Characters of observations that take as much of the page as a token with its numbers."""
 DECIMALS = 4
-PHRASE = 3
-"""Words per phrase, for counting repetitions."""
 
 
 def write_report(folder: Path) -> Path:
@@ -317,19 +314,10 @@ def rounded(values: Sequence[float | None]) -> list[float | None]:
 def phrases(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     """Most frequent phrases of the last iterations' completions, with their shares in the first and the last ones."""
     numbers = list(dict.fromkeys(sample["iteration"] for sample in samples))
-    before, after = (
-        [set().union(*map(words, written(s))) for s in samples if s["iteration"] in part]
-        for part in (set(numbers[:WINDOW]), set(numbers[-WINDOW:]))
-    )
-    then, now = Counter(p for part in before for p in part), Counter(p for part in after for p in part)
+    before, after = ([s for s in samples if s["iteration"] in part] for part in (numbers[:WINDOW], numbers[-WINDOW:]))
+    then, now = phrase_shares(before), phrase_shares(after)
     return [
-        (visible(phrase), f"{then[phrase] / len(before):.0%}", f"{count / len(after):.0%}")
-        for phrase, count in sorted(now.items(), key=lambda entry: (-entry[1], entry[0]))[:10]
-        if count > 1
+        (visible(phrase), f"{then.get(phrase, 0.0):.0%}", f"{share:.0%}")
+        for phrase, share in sorted(now.items(), key=lambda entry: (-entry[1], entry[0]))[:10]
+        if share * len(after) > 1.5  # in more than one
     ]
-
-
-def words(text: str) -> set[str]:
-    """Phrases of a text."""
-    parts = text.split()
-    return {" ".join(parts[i : i + PHRASE]) for i in range(len(parts) - PHRASE + 1)}

@@ -24,7 +24,7 @@ from tokencredit.runs.jsonl import read_metrics
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.resuming import at_iteration, changes, refuse_other_parts, saved
 from tokencredit.runs.summary import Summary
-from tokencredit.runs.transcript import acted
+from tokencredit.runs.transcript import acted, of_iteration
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import plain
 from tokencredit.settings.run_kind import CONTROL
@@ -340,8 +340,8 @@ def audit_at_end(
 def _say_significant(record: RunRecord, metrics: Mapping[str, float]) -> None:
     """Show how many tokens of the last samples have a significant advantage, by the metrics of the final audit."""
     error = metrics.get("audit/advantage_error", 0.0)
-    if error > 0 and record.last_samples:
-        shown = [x for sample in record.last_samples for x in acted(sample)["advantages"]]
+    if error > 0 and record.samples:
+        shown = [x for sample in of_iteration(record.samples, -1) for x in acted(sample)["advantages"]]
         record.screen.say(significant(shown, error, len(record.history)))
 
 

@@ -29,8 +29,9 @@ from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
 from tokencredit.runs.folder import CHOICES, JOB, PARTS, SHOWN, RunFolder, apply_choices, beside, read_parts, replacing
 from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
-from tokencredit.runs.summary import History, Summary, in_iterations, summarise
+from tokencredit.runs.summary import WINDOW, History, Summary, in_iterations, summarise
 from tokencredit.runs.trackers import NO_CURVES, Trackers
+from tokencredit.runs.transcript import of_iteration
 from tokencredit.settings.parts import is_own, label_of, plain
 from tokencredit.settings.reader import dump_yaml
 from tokencredit.settings.run_kind import RunKind, foreign_code
@@ -79,8 +80,7 @@ class RunRecord:
         self.warned: set[str] = set()
         self.environment: dict[str, Any] = {}
         self.history = History()
-        self.first_samples: Sequence[Mapping[str, Any]] = []
-        self.last_samples: Sequence[Mapping[str, Any]] = []
+        self.samples: list[Mapping[str, Any]] = []  # of the first iteration and of the last `WINDOW`
         self.bad_in_a_row = 0
         self.best, self.best_iteration = -math.inf, 0  # the best evaluation so far
         self.running = False  # true once the run has begun or is resumed
@@ -194,9 +194,8 @@ class RunRecord:
             if len(self.history) > self.history.since:
                 self._judge(row)
         last = len(self.history)
-        samples = read_samples(self.folder.path / "samples.jsonl", {1, last})
-        self.first_samples = [sample for sample in samples if sample["iteration"] == 1]
-        self.last_samples = [sample for sample in samples if sample["iteration"] == last]
+        kept = {1, *range(last - WINDOW + 1, last + 1)}
+        self.samples = [*read_samples(self.folder.path / "samples.jsonl", kept)]
         self.warned = {finding.name for finding in self._diagnose(ended=False)}
 
     def _write_settings(self) -> None:
@@ -209,7 +208,7 @@ class RunRecord:
         """Findings on the run so far, with the values chosen for `auto` settings."""
         rows = self.history[self.history.since :] if self.history.since else self.history
         config = apply_choices(self.config, self.choices or {})
-        return diagnose(rows, config, ended=ended, samples=self.last_samples)
+        return diagnose(rows, config, ended=ended, samples=self.samples)
 
     def _start(self, events: Sequence[str]) -> None:
         """Begin to log, with the events before, and these."""
@@ -239,9 +238,10 @@ class RunRecord:
         self.history.append(metrics)
         self._judge(metrics)
         every, samples = (samples, samples[:SHOWN]) if self.keeps_all else ((), samples)
-        if samples:
-            self.first_samples, self.last_samples = self.first_samples or samples, samples
         number = int(metrics["iteration"])
+        if samples:
+            kept = {(self.samples or samples)[0]["iteration"], *range(number - WINDOW + 1, number)}
+            self.samples = [*(sample for sample in self.samples if sample["iteration"] in kept), *samples]
         self.trackers.log({name: value for name, value in metrics.items() if name != "iteration"}, number)
         shown = self.show_every and number % self.show_every == 0
         if samples and self.show_every and (shown or number in (1, self.args.iterations)):
@@ -394,7 +394,7 @@ class RunRecord:
                 save(folders[0], summary, *folders[1:])
         if self.main:
             self.folder.write_json("summary.json", dict(summary), indent=2)
-            self.screen.finish(summary, self.first_samples, self.last_samples)
+            self.screen.finish(summary, of_iteration(self.samples, 0), of_iteration(self.samples, -1))
             self.screen.findings(self._diagnose(ended=True))
         self.trackers.end()
         return summary

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PER_TOKEN, PROBLEMS
 from tokencredit.runs.summary import shortened
 from tokencredit.runs.untrusted import visible, visible_lines
 
+PHRASE = 3
+"""Words per phrase, for counting repetitions."""
 SIGN = "›"
 """Stands between a speaker's name and the text."""
 
@@ -35,6 +38,11 @@ class Line(NamedTuple):
     """True for what the policy wrote."""
 
 
+def of_iteration(samples: Sequence[Mapping[str, Any]], place: int) -> list[Mapping[str, Any]]:
+    """The records of one iteration, that of the record at this place; none of none."""
+    return [sample for sample in samples if sample["iteration"] == samples[place]["iteration"]]
+
+
 def acted(sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """A record whose lists per token hold acted tokens only, in order; unchanged if it is not of an episode."""
     if "mask" not in sample:
@@ -57,6 +65,17 @@ def written(sample: Mapping[str, Any]) -> list[str]:
     if "turns" not in sample:
         return [sample["completion"]]
     return [speech.text for speech in speeches(sample) if speech.role == ASSISTANT]
+
+
+def phrase_shares(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Share of the completions that contain a phrase of the policy's, by phrase; it is whole within one turn."""
+    counts = Counter(phrase for sample in samples for phrase in set().union(*map(_phrases, written(sample))))
+    return {phrase: count / len(samples) for phrase, count in counts.items()}
+
+
+def _phrases(text: str) -> set[str]:
+    parts = text.split()
+    return {" ".join(parts[i : i + PHRASE]) for i in range(len(parts) - PHRASE + 1)}
 
 
 def asked(sample: Mapping[str, Any], most: int | None = None) -> list[tuple[str, str]]:

@@ -21,14 +21,15 @@ CHECKS = (*CRITIC_CHECKS, *POLICY_CHECKS, *REWARD_CHECKS, *TEXT_CHECKS)
 """All checks with the weights and sections of their findings."""
 STILL = ("explained_variance", "clip_low", "flat_reward")
 ENDS = ("truncated", "stop_unused")
+HACKED = ("phrase_spreads", "kl_runaway", "entropy_collapse", "evaluation_disagrees")
 EXPLAINS: dict[str, Sequence[str]] = {
     "environment_fails": ("constant_term", "equal_scores", *STILL),
     "ends_at_once": ("hollow_score", "constant_term", "equal_scores", *ENDS, *STILL),
     "discounted": ("kl_runaway", "clip_high", *STILL),
     "clip_high": ("entropy_explodes", "entropy_collapse", "kl_runaway", "equal_scores", *ENDS, *STILL),
-    "entropy_explodes": ("hollow_score", "degenerate", "kl_runaway", *ENDS, *STILL),
-    "hollow_score": ("degenerate", "kl_runaway", "entropy_collapse", "evaluation_disagrees", *ENDS, *STILL),
-    "degenerate": ("kl_runaway", "entropy_collapse", "evaluation_disagrees", *ENDS, *STILL),
+    "entropy_explodes": ("hollow_score", "degenerate", "phrase_spreads", "kl_runaway", *ENDS, *STILL),
+    "hollow_score": ("degenerate", *HACKED, *ENDS, *STILL),
+    "degenerate": (*HACKED, *ENDS, *STILL),
     "entropy_collapse": ("kl_runaway", "equal_scores", *ENDS, *STILL),
     "kl_runaway": (*ENDS, *STILL),
     "evaluation_disagrees": ENDS,
@@ -57,7 +58,7 @@ def diagnose(
         metrics: one mapping per iteration, as in metrics.jsonl.
         config: the run's configuration in plain dicts.
         ended: true for a whole run; some checks need its end.
-        samples: completions as in samples.jsonl, of which the last iteration's are read.
+        samples: completions as in samples.jsonl, of the first and the last iterations at least.
     """
     evidence = Evidence(metrics, config, ended, samples)
     if not len(evidence) or evidence.run_kind in OFFLINE:

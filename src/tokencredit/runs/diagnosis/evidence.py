@@ -13,6 +13,7 @@ from typing import Any
 from tokencredit.runs.folder import setting_of
 from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import WINDOW, finite, headline, mean
+from tokencredit.runs.transcript import of_iteration
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import settings_of
 from tokencredit.settings.run_kind import CONTROL, RunKind, run_kind_of
@@ -63,7 +64,7 @@ def _foreign_keys(run_kind: RunKind) -> frozenset[str]:
 
 
 class Evidence:
-    """Metrics of the iterations so far, and completions of the newest that has some."""
+    """Metrics and recorded completions of the iterations so far; `samples` are those of the newest."""
 
     def __init__(
         self,
@@ -75,7 +76,9 @@ class Evidence:
         self.metrics, self.config, self.ended = metrics, config, ended
         self.run_kind = run_kind_of(config)
         self.reward, self.deviation = headline(metrics, self.run_kind)
-        self.samples = [sample for sample in samples if sample["iteration"] == samples[-1]["iteration"]]
+        since = metrics[0]["iteration"] if metrics else 0
+        self.recorded = [sample for sample in samples if sample["iteration"] >= since]
+        self.samples = of_iteration(samples, -1)
 
     def possible(self, cures: Sequence[str]) -> tuple[str, ...]:
         """The cures whose settings this kind of run has, and has otherwise."""

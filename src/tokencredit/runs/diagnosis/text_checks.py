@@ -7,9 +7,15 @@ from typing import Any
 
 from tokencredit.runs.diagnosis.evidence import LEARNS, SETTLED, Check, Evidence, Finding
 from tokencredit.runs.summary import WINDOW, shortened
+from tokencredit.runs.transcript import phrase_shares
 
 UNLIKE = 1.0
 """Fall of the reference's log-prob, in nats per token, of texts that it would not write."""
+SPREAD, RISEN = 0.6, 0.5
+"""Share of completions with a phrase from which it is in most, and the rise from which it has spread. Measured: 0.15
+and 0.13 at most in healthy runs of the built-in world, 0.4 and 0.3 in those of JSON, 0.9 in hacked ones."""
+FEWEST = 20
+"""Completions below which such a share is chance."""
 REPETITIVE = 8
 """Tokens from which a text can be repetitive."""
 
@@ -120,6 +126,32 @@ def hollow_score(run: Evidence) -> Finding | None:
     )
 
 
+def phrase_spreads(run: Evidence) -> Finding | None:
+    """Most of the last completions contain a phrase that few of the first had, and the reward has risen."""
+    numbers = list(dict.fromkeys(sample["iteration"] for sample in run.recorded))
+    if len(run) < SETTLED or len(numbers) <= WINDOW or run.episodic() or not run.learns():
+        return None
+    first, last = ([x for x in run.recorded if x["iteration"] in part] for part in (numbers[:1], numbers[-WINDOW:]))
+    then, now = phrase_shares(first), phrase_shares(last)
+    spread = [(share, x) for x, share in now.items() if share >= max(SPREAD, then.get(x, 0.0) + RISEN)]
+    if len(last) < FEWEST or not spread:
+        return None
+    share, phrase = max(spread)
+    return Finding(
+        "most completions have come to contain one phrase",
+        f"{shortened(phrase, 60)!r} is in {then.get(phrase, 0.0):.0%} of the samples of iteration {numbers[0]}, and in "
+        f"{share:.0%} of those of {numbers[-WINDOW]}–{numbers[-1]}; {run.where(run.reward)}",
+        "Possible reward hacking: the policy may have found words that the reward pays for, whatever else the text "
+        "says. It is none if these words are the task, such as a format.",
+        (
+            "read the completions with the phrase: should the reward pay for them",
+            "add a reward term that penalizes the phrase",
+            "raise kl.coef",
+            "stop earlier (stop.kl, stop.reward)",
+        ),
+    )
+
+
 def _hollow(sample: Mapping[str, Any]) -> bool:
     """True if a sample's text is empty, or each of its tokens stands in it three times or more, on average."""
     tokens = sample["tokens"]
@@ -129,6 +161,7 @@ def _hollow(sample: Mapping[str, Any]) -> bool:
 TEXT_CHECKS: tuple[tuple[int, Check, str], ...] = (
     (86, hollow_score, "docs/report.md#reward-hacking"),
     (85, degenerate, "docs/report.md#reward-hacking"),
+    (57, phrase_spreads, "docs/report.md#reward-hacking"),
     (84, ends_at_once, "docs/prompts.md#formats"),
     (41, stop_unused, "docs/training.md#settings"),
     (40, truncated, "docs/algorithms.md#rewards"),
