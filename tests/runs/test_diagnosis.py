@@ -280,13 +280,8 @@ def test_around_the_policy_that_drew_no_first_ratio_has_to_be_1():
 
 
 def test_every_check_has_a_case():
-    others = {
-        "still_warming",
-        "truncated_support",
-        "hollow_score",
-        "phrase_spreads",
-        "critic_lags",
-    }  # in tests of their own
+    # In tests of their own.
+    others = {"still_warming", "truncated_support", "hollow_score", "phrase_spreads", "critic_lags"}
     assert {check.__name__ for _, check, _ in CHECKS} == {*DISEASES, *others}
 
 
