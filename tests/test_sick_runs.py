@@ -167,7 +167,9 @@ TUNED = {
         cure={"optim.lr": 1e-3},
         better=("train/average_return", 1),
     ),
-    "large rewards": Run(LEARNING, large),
+    "hacked by large rewards": Run(
+        LEARNING, large, fault="phrase_spreads", cure={"kl.coef": 20.0}, better=("distinct_2", 1)
+    ),
     "as it comes": Run(LEARNING),
     "another prompt": Run(LEARNING | {"prompts.text": "The plot was", "rollout.max_new_tokens": 32}),
     "agent for 20 iterations": Run(CARTPOLE, iterations=20),

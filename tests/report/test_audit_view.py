@@ -40,12 +40,24 @@ def test_the_trust_score_by_hand(run):
     shown = run.audit["credit"]["shown"]
     assert shown == "gae, λ = 0.95"
     measured = "340 tokens of 6 completions at iteration 3, 8 continuations per state"
-    assert correlated(run, 0.3, 0.21, 0.38, tokens=340) == (
+    for name, found in run.audit["credit"]["estimators"].items():
+        found["gain"] = {"value": 0.2, "low": 0.1 if name == "td (gae, λ = 0)" else -0.1, "high": 0.3}
+    real = (
         "About 9 % of this run's credit is real: advantages (gae, λ = 0.95) correlate 0.30 with the true "
         f"ones (0.21 to 0.38, {measured})."
     )
+    ways = "larger batches (rollout.batch_size): docs/audit.md#untrue-credit."
+    scores = "scores of prefixes (critic.prefix_every: 1)"
+    better = "To make more of it true, try td (gae, λ = 0), whose correlation is 0.20 higher"
+    bare = replace(run, metrics=[{k: x for k, x in row.items() if k != "critic_share"} for row in run.metrics])
+    assert correlated(bare, 0.3, 0.21, 0.38, tokens=340) == f"{real} {better}, {scores} or {ways}"
+    assert correlated(run, 0.3, 0.21, 0.38) == f"{real} {better} or {ways}", "its values have the scores of prefixes"
+    run.audit["credit"]["estimators"]["td (gae, λ = 0)"]["gain"]["low"] = -0.1
+    ways = "larger batches (rollout.batch_size) or another λ (advantage.lam): docs/audit.md#untrue-credit."
+    assert correlated(run, 0.3, 0.21, 0.38) == f"{real} To make more of it true, try {ways}"
+    assert next_step(run, []) == f"to make more of the credit true, try {ways}".rstrip(".")
     assert correlated(run, 0.7).startswith("About 49 % of this run's credit")
-    assert f"correlate 0.70 with the true ones ({measured})." in correlated(run, 0.7)
+    assert correlated(run, 0.7, 0.6, 0.8).endswith(f"correlate 0.70 with the true ones (0.60 to 0.80, {measured}).")
     assert correlated(run, 1.2).startswith("About 100 % of this run's credit")
     assert correlated(run, 0.03, 0.01, 0.08).startswith("At most 1 % of this run's credit")
     assert correlated(run, 0.03, -0.06, 0.12).startswith("At most 2 % of this run's credit"), "its interval allows 1.4"
@@ -63,24 +75,35 @@ def test_an_audit_that_is_mostly_noise_gives_no_verdict(run):
         "This audit is too noisy to say how much of this run's credit is real: 71 % of the variance of its true "
         "advantages is sampling noise; advantages (gae, λ = 0.95) correlate -0.33"
     )
-    assert sentence.endswith("8 continuations per state). Audit with about 29 --continuations.")
+    again = f"To measure it: tokencredit audit {run.path} --completions 6 --states 5 --continuations"
+    assert sentence.endswith(f"8 continuations per state). {again} 29.")
     assert "-1.81" not in sentence, "an interval of noise is not to be quoted"
-    assert correlated(run, 0.3, noise={"value": 1.2}).endswith("Audit with many more --continuations.")
-
-
-def test_the_advice_on_a_noisy_audit_names_the_limit_that_ended_it(run):
-    run.audit["limits"] = {"seconds": 90.0}
-    noise = {"value": 0.7055, "low": 0.45, "high": 1.23}
-    assert correlated(run, -0.33, -1.81, 0.13, noise=noise).endswith(
-        "Audit with about 29 --continuations. The limit of 90 seconds ended this audit: give about 324 --seconds, or "
-        "no limit."
+    assert correlated(run, 0.3, noise={"value": 1.2}).endswith(f"{again} 108."), "above 1 by chance"
+    assert next_step(run, []) == f"tokencredit audit {run.path} --completions 6 --states 5 --continuations 108"
+    run.audit["limits"] = {"seconds": 90.0, "calls": 1234567}
+    assert correlated(run, None, noise={"value": 1.2}).endswith(
+        f"{again} 108; the limit of 90 seconds and 1234567 calls ended this audit."
     )
-    run.audit["limits"] = {"calls": 1234567}
-    for value in (0.3, None):
-        assert correlated(run, value, noise={"value": 1.2}).endswith(
-            "Audit with many more --continuations. The limit of 1234567 calls ended this audit: give more --calls, or "
-            "no limit."
-        )
+    run.audit["settings"]["states"] = None
+    assert "--states all --continuations" in audit_view.trust(run)
+
+
+def test_the_next_audit_is_at_a_checkpoint_where_advantages_vary_and_of_python_where_it_must(run, tmp_path):
+    noise = {"value": 0.7055, "low": 0.45, "high": 1.23}
+    for number in (1, 2, 3):
+        (tmp_path / "checkpoints" / f"{number:06d}").mkdir(parents=True)
+    metrics = [row | {"advantage_std": x} for row, x in zip(run.metrics, (0.2, 0.5, 0.1), strict=True)]
+    moved = replace(run, path=tmp_path, metrics=metrics)
+    more = " --completions 6 --states 5 --continuations 29; advantages vary more at --checkpoint 2."
+    assert correlated(moved, 0.3, noise=noise).endswith(f"tokencredit audit {tmp_path}{more}")
+    alike = replace(moved, metrics=[row | {"advantage_std": 0.1} for row in metrics])
+    assert "--checkpoint" not in correlated(alike, 0.3, noise=noise)
+    python = replace(moved, config=run.config | {"python": {"reward_funcs": ["f"]}})
+    call = "trainer.audit(AuditConfig(completions=6, states=5, continuations=29))."
+    assert correlated(python, 0.3, noise=noise).endswith(f"To measure it: {call}")
+    unsaved = replace(moved, config=run.config | {"run": {"save_every": 0}})
+    new = "audit.every with audit.continuations: 29 in a new run."
+    assert correlated(unsaved, 0.3, noise=noise).endswith(new)
 
 
 def test_figures_of_noise_are_marked_and_have_no_interval(run):
@@ -104,7 +127,7 @@ def test_an_audit_of_few_completions_gives_no_verdict(run):
         "This audit is too small to say how much of this run's credit is real: intervals need at least 6 completions; "
         "advantages (gae, λ = 0.95) correlate 0.30"
     )
-    assert sentence.endswith("Audit with more --completions.")
+    assert "--completions 16 --states 5 --continuations" in sentence
 
 
 def test_a_critic_measured_mostly_by_noise_has_a_caution(run):
@@ -211,7 +234,7 @@ def test_the_head_has_the_trust_in_a_word(run):
         "is real: correlation 0.80 (0.70 to 0.90)",
         "generate",
     )
-    assert fact(-0.1, -0.3, 0.2)[0] == "it is not shown that any"
+    assert fact(-0.1, -0.3, 0.2)[0::2] == ("it is not shown that any", "make"), "more of it true"
     unclear = ("not known", "the audit is too noisy or too small", "audit")
     assert fact(0.8, 0.7, 0.9, noise=0.6) == fact(0.8, None, None) == unclear
 

@@ -9,7 +9,7 @@ from helpers.files import data_of
 from helpers.proofs import proofs
 from tokencredit.report.meanings import meaning
 from tokencredit.report.notebook import NotebookRun
-from tokencredit.report.page import CHARACTERS, LARGEST, OBSERVATION, TOKENS, render, write_report
+from tokencredit.report.page import CHARACTERS, LARGEST, OBSERVATION, TOKENS, opened, passed_over, render, write_report
 from tokencredit.report.reading import Run, read_run
 from tokencredit.report.story import Fact, story
 from tokencredit.settings.text import PPOConfig
@@ -138,7 +138,7 @@ def test_the_page_of_a_long_run_stays_small(last):
 
 
 @pytest.mark.parametrize(
-    ("advantages", "opened", "said"),
+    ("advantages", "shown", "said"),
     [
         ([[0.01, 0.01], [0.0, 0.4], [0.5, -0.5], [0.3, 0.3]], [2, 3], "before 2 or after 3"),  # both ends are flat
         ([[0.004, 0.0], [0.4, 0.0], [0.1, 0.0]], [2, 3], "before 2"),  # 0.01 of the largest deviation, and 0.25
@@ -147,12 +147,36 @@ def test_the_page_of_a_long_run_stays_small(last):
         ([[1.0, 0.0], [0.5, 0.0], [0.9, 0.0]], [1, 3], None),
     ],
 )
-def test_the_page_opens_at_iterations_whose_advantages_vary_and_says_so(advantages, opened, said):
+def test_the_page_opens_at_iterations_whose_advantages_vary_and_says_so(advantages, shown, said):
     samples = [sample(i, tokens=2, advantages=row) for i, row in enumerate(advantages, start=1)]
     metrics = [{"iteration": i, "reward": 1.0} for i in range(1, len(advantages) + 1)]
     page = render(made(samples, metrics))
-    assert data_of(page)["opened"] == opened
+    assert data_of(page)["opened"] == shown
     assert re.findall("opens on no iteration (.*): advantages hardly vary there", page) == [said] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("audited", "known", "shown", "said"),
+    [
+        ([0.5, -0.5], True, ["audit of iteration 3", 2], "on no iteration after 2: advantages hardly vary there"),
+        (
+            [0.5, -0.5],
+            False,
+            [1, 2],
+            "on no iteration after 2: advantages hardly vary there; and not on the audit, which",
+        ),
+        ([0.01, 0.0], True, [1, 2], "not on the audit, whose advantages hardly vary"),
+    ],
+)
+def test_the_page_opens_on_an_audit_that_says_something(audited, known, shown, said):
+    rows = [[0.5, -0.5], [0.4, -0.4], [0.01, 0.0]]
+    samples = [
+        {"iteration": entry, "numbers": {"advantage": row}}
+        for entry, row in zip((1, 2, 3, "audit of iteration 3"), [*rows, audited], strict=True)
+    ]
+    assert opened(samples[:3], samples[3:], known=known) == shown
+    assert said in passed_over(samples[:3], samples[3:], known=known)
+    assert opened([], samples[3:], known=known) == ["audit of iteration 3"], "there is nothing else"
 
 
 def test_the_headline_metric_is_drawn_first_and_once():

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from tokencredit.settings.run_kind import CONTROL, run_kind_of
 
 SIGNIFICANT = 2.0
 """Standard errors beyond which an advantage, or a difference in the truth, counts as significant."""
@@ -14,6 +18,13 @@ share of 0.73 gave a false finding on a run with a correct critic."""
 MIN_ROWS = 6
 """Fewest completions or episodes with intervals. A bootstrap interval stays within the range of the rows, and n rows
 all lie on one side of a median with probability 2^(1-n): 6 % for five, so that no such interval reaches 95 %."""
+
+ENOUGH = 16
+"""Completions or episodes of the next audit, after one with fewer than `MIN_ROWS`."""
+REAL = 0.5
+"""Correlation below which little of the credit, a quarter, is real."""
+VARIED = 1.5
+"""Ratio of two iterations' standard deviations of advantages from which one varies more."""
 
 
 def unknown(credit: Mapping[str, Any]) -> bool:
@@ -34,32 +45,97 @@ def credit_verdict(audit: Mapping[str, Any]) -> str:
     if correlation["value"] is None:
         return (
             "The share of real credit in this run is unknown: noise in the true values may explain the whole result "
-            f"({measured(audit)}). {_advice(audit, noise)}"
+            f"({measured(audit)})."
         )
     value, interval = text_parts(correlation)
     within = f"{interval}, " if interval and not noisy(credit) else ""
     correlates = f"advantages ({credit['shown']}) correlate {value} with the true ones ({within}{measured(audit)})"
     if noisy(credit):
-        return f"This audit is {too_noisy(noise)}; {correlates}. {_advice(audit, noise)}"
+        return f"This audit is {too_noisy(noise)}; {correlates}."
     if audited_rows(audit["settings"]) < MIN_ROWS:
         return (
             f"This audit is too small to say how much of this run's credit is real: intervals need at least {MIN_ROWS} "
-            f"{rows_name(audit)}; {correlates}. Audit with more --completions."
+            f"{rows_name(audit)}; {correlates}."
         )
     return f"{share(correlation)} of this run's credit is real: {correlates}."
 
 
-def _advice(audit: Mapping[str, Any], noise: float | None) -> str:
-    """The size of an audit with less noise, beyond the limits that ended this one."""
+def audit_command(run: Path, config: Mapping[str, Any]) -> str:
+    """How an audit of this run begins: `tokencredit audit RUN` or `trainer.audit`; empty if only a new run has one.
+
+    An agent's trainer has no audit on request.
+    """
+    if config.get("python"):
+        return "" if run_kind_of(config) is CONTROL else "trainer.audit"
+    saves = (config.get("run") or {}).get("save_every") != 0
+    return f"tokencredit audit {shlex.quote(str(run))}" if saves else ""
+
+
+def again(audit: Mapping[str, Any], command: str) -> str:
+    """The command or call of an audit of this size, with as many continuations as leave little noise.
+
+    Args:
+        audit: the contents of an audit.json.
+        command: that of `audit_command`.
+    """
+    noise, rows = audit["credit"]["noise"]["value"], audited_rows(audit["settings"])
+    noise = 0.6 if noise is None else noise
+    odds = noise / (1 - noise) if noise < 0.9 else 9.0  # an estimate, and above 1 by chance
     # Noise falls as one over the continuations; 0.4 of the variance leaves room for the error of its estimate.
-    more = noise / (1 - noise) * 0.6 / 0.4 if noise is not None and noise < 1 else None
-    count = "many more" if more is None else f"about {math.ceil(audit['continuations'] * more)}"
-    sentences = [f"Audit with {count} --continuations."]
-    for name, limit in audit.get("limits", {}).items():
-        enough = "more" if more is None else f"about {math.ceil(limit * more)}"
-        reached = str(round(limit, 1)).removesuffix(".0")
-        sentences.append(f"The limit of {reached} {name} ended this audit: give {enough} --{name}, or no limit.")
-    return " ".join(sentences)
+    continuations = math.ceil(audit["continuations"] * max(1.0, odds * 0.6 / 0.4))
+    if not command:
+        return f"audit.every with audit.continuations: {continuations} in a new run"
+    size = {"completions": rows if rows >= MIN_ROWS else ENOUGH}
+    size |= {"states": audit["settings"]["states"]} if "states" in audit["settings"] else {}
+    size |= {"continuations": continuations}
+    if command.startswith("tokencredit "):
+        return " ".join([command, *(f"--{name} {'all' if x is None else x}" for name, x in size.items())])
+    return f"{command}(AuditConfig({', '.join(f'{name}={x}' for name, x in size.items())}))"
+
+
+def truer(audit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What to try where an audit says that little of the credit is real; empty if it does not. Untrusted text."""
+    credit, agents = audit["credit"], rows_name(audit) == "episodes"
+    shown = credit["shown"]
+    if unknown(credit) or credit["estimators"][shown]["correlation"]["value"] >= REAL:
+        return ""
+    gains = {label: found["gain"] for label, found in credit["estimators"].items() if label != shown}
+    best = max(gains, key=lambda label: gains[label]["low"] or 0.0, default="")
+    better = bool(best) and (gains[best]["low"] or 0.0) > 0
+    ways = [f"{best}, whose correlation is {gains[best]['value']:.2f} higher"] if better else []
+    if not (agents or any("critic_share" in row for row in rows)):
+        ways.append("scores of prefixes (critic.prefix_every: 1)")
+    ways.append(f"larger batches ({'steps, env.number' if agents else 'rollout.batch_size'})")
+    ways += ["another λ (advantage.lam)"] if "λ" in shown and not better else []
+    *others, last = ways
+    return f"try {', '.join(others)}{' or ' * bool(others)}{last}: docs/audit.md#untrue-credit"
+
+
+def remedy(
+    audit: Mapping[str, Any], command: str, rows: Sequence[Mapping[str, Any]] = (), saved: Container[float] = ()
+) -> str:
+    """What to do about an audit without a verdict, or about credit that is not real; empty if neither is so.
+
+    Args:
+        audit: the contents of an audit.json.
+        command: as in `again`.
+        rows: the run's metrics, of which the iterations `saved` have a checkpoint: credit whose advantages vary more
+            than those of the audited iteration is easier to measure.
+    """
+    if ways := truer(audit, rows):
+        sentence = f"To make more of it true, {ways}"
+    elif unknown(audit["credit"]):
+        sentence = f"To measure it: {again(audit, command)}"
+        limits = [f"{str(round(x, 1)).removesuffix('.0')} {name}" for name, x in audit.get("limits", {}).items()]
+        sentence += f"; the limit of {' and '.join(limits)} ended this audit" if limits else ""
+    else:
+        return ""
+    spread = {row["iteration"]: row.get("advantage_std") or 0.0 for row in rows}
+    earlier = max((number for number in spread if number in saved), key=lambda x: spread[x], default=None)
+    now = spread.get(audit["iteration"] or max(spread, default=0), 0.0)
+    if command.startswith("tokencredit ") and earlier is not None and spread[earlier] > VARIED * now:
+        sentence += f"; advantages vary more at --checkpoint {earlier:.0f}"
+    return f"{sentence}."
 
 
 def significant(advantages: Sequence[float], error: float, iteration: int) -> str:

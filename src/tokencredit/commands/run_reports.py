@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tokencredit.commands.command_line import (
     to_config,
 )
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import AUDIT, RunFolder
+from tokencredit.runs.folder import AUDIT, RunFolder, saved
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.fields import at_home, refuse_unused
@@ -64,11 +65,14 @@ def audit(options: Options) -> None:
     run, shared = Path(options.run), {"every": 1, "continuations": options.continuations, "seconds": options.seconds}
     result = audits_of(run, options, shared | states)
 
+    from tokencredit.audit.verdict import remedy
     from tokencredit.report.page import write_report
     from tokencredit.runs.console import Screen
+    from tokencredit.runs.jsonl import read_metrics
 
     RunFolder(options.run).write_json(AUDIT, result)
-    Screen(0).audit(result)
+    command, rows = f"tokencredit audit {shlex.quote(options.run)}", list(read_metrics(run / "metrics.jsonl"))
+    Screen(0).audit(result, remedy(result, command, rows, saved(run)))
     print(write_report(run))
 
 

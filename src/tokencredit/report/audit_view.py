@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from tokencredit.audit.verdict import (
+    again,
+    audit_command,
     credit_verdict,
     critic_caution,
     figure_text,
     measured,
     noisy,
+    remedy,
     share,
     significant,
     text_parts,
     unknown,
 )
 from tokencredit.report.reading import OF_ESTIMATOR, Run
+from tokencredit.runs.folder import saved
 from tokencredit.runs.transcript import acted
 from tokencredit.runs.untrusted import visible
 
@@ -41,8 +44,9 @@ CRITIC = {
 def trust(run: Run) -> str:
     """The trust score as a sentence."""
     if run.audit is None:
-        return f"The credit on this page has not been measured against true values; to measure it: {audit_command(run)}"
-    return verdict(run.audit)
+        return f"The credit on this page has not been measured against true values; to measure it: {next_audit(run)}"
+    advice = remedy(run.audit, audit_command(run.path, run.config), run.metrics, saved(run.path))
+    return visible(f"{credit_verdict(run.audit)} {advice}".rstrip())
 
 
 def trust_fact(run: Run) -> tuple[str, str]:
@@ -57,13 +61,14 @@ def trust_fact(run: Run) -> tuple[str, str]:
     return share(correlation).lower(), f"is real: correlation {value} ({interval})"
 
 
-def audit_command(run: Run) -> str:
-    """How to audit a run."""
+def next_audit(run: Run) -> str:
+    """How to audit a run, or to audit it again."""
+    command = audit_command(run.path, run.config)
+    if run.audit is not None:
+        return visible(again(run.audit, command))
     if run.python:
         return "trainer.audit() in Python, or audit.every"
-    if run.setting("run.save_every") == 0:
-        return "audit.every in a new run, since run.save_every: 0 saves no checkpoint to audit"
-    return visible(f"tokencredit audit {shlex.quote(str(run.path))}")
+    return visible(command) or "audit.every in a new run, since run.save_every: 0 saves no checkpoint to audit"
 
 
 def verdict(audit: Mapping[str, Any]) -> str:

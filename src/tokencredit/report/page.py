@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import pstdev
 from typing import TYPE_CHECKING, Any
 
+from tokencredit.audit.verdict import unknown
 from tokencredit.core.losses import clip_range
 from tokencredit.errors import NotInstalled
 from tokencredit.report import agent_episode, audit_view
@@ -34,8 +35,10 @@ TOKENS = 20_000
 """Maximum tokens in the credit view, so that the page stays at a few megabytes."""
 AUDITED = 4_000
 """Maximum tokens of audited completions, in addition."""
-VARIES = 0.1
+VARIES = 0.2
 """Share of the largest standard deviation of advantages from which an iteration's advantages vary."""
+FLAT = 0.1
+"""Standard deviation of values relative to that of advantages, below which a critic knows nothing yet."""
 OBSERVATION = 2_000
 """Maximum characters shown of an observation."""
 CHARACTERS = 25
@@ -69,6 +72,7 @@ def write_final_report(record: RunRecord) -> None:
 def render(run: Run) -> str:
     """The page as HTML."""
     audit, samples, truths = audit_view.view(run.audit), credit(run), audited(run)
+    known = run.audit is not None and not unknown(run.audit["credit"])
     episode = run.episode and agent_episode.view(run.episode)
     findings = diagnose(run.metrics[run.since :], run.config, ended=bool(run.summary), samples=run.samples)
     charts = sections(run.metrics)
@@ -85,7 +89,7 @@ def render(run: Run) -> str:
         trust=audit_view.trust(run),
         faded=audit_view.faded(run),
         fade=fade(run, samples),
-        passed_over=passed_over(samples),
+        passed_over=passed_over(samples, truths, known=known),
         audit=audit,
         critic=any("value" in sample["numbers"] for sample in (*samples, *truths)),
         episode=episode,
@@ -96,7 +100,7 @@ def render(run: Run) -> str:
             "changes": marks(run),
             "curves": [{"title": title, "charts": found} for title, found in drawn.items() if found],
             "credit": samples,
-            "opened": opened(samples),
+            "opened": opened(samples, truths, known=known),
             "audited": truths,
             "alternatives": alternatives_of(run),
             "audit": audit and audit["chart"],
@@ -153,27 +157,39 @@ def in_loss(sample: Mapping[str, Any]) -> bool:
     return any(advantage is not None for advantage in sample.get("loss_advantages", sample["advantages"]))
 
 
-def opened(samples: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The first and the last iteration whose advantages vary, or one of them; without any, the last iteration.
+def opened(
+    samples: Sequence[Mapping[str, Any]], truths: Sequence[Mapping[str, Any]] = (), *, known: bool = True
+) -> list[int | str]:
+    """The one or two entries that the credit view opens on, whose advantages vary: an audit or the first, and the last.
 
-    They vary if their standard deviation over the shown tokens is at least `VARIES` times that of the iteration with
-    the largest. An untrained critic on rewards that hardly differ does not pass.
+    They vary if their standard deviation over the shown tokens is at least `VARIES` times that of the entry with the
+    largest. An untrained critic on rewards that hardly differ does not pass. An audit without a verdict (not `known`)
+    is left out, since its truth is noise.
     """
-    by_iteration: dict[int, list[float]] = {}
-    for sample in samples:
-        by_iteration.setdefault(sample["iteration"], []).extend(sample["numbers"]["advantage"])
-    spread = {number: pstdev(found) if found else 0.0 for number, found in by_iteration.items()}
-    largest = max(spread.values(), default=0.0)
-    varying = [number for number, deviation in spread.items() if deviation > 0 and deviation >= VARIES * largest]
-    return list(dict.fromkeys([varying[0], varying[-1]] if varying else list(spread)[-1:]))
+    by_entry: dict[int | str, list[float]] = {}
+    for sample in (*samples, *truths):
+        by_entry.setdefault(sample["iteration"], []).extend(sample["numbers"]["advantage"])
+    spread = {entry: pstdev(found) if found else 0.0 for entry, found in by_entry.items()}
+    varying = [entry for entry, deviation in spread.items() if deviation >= VARIES * max(spread.values()) > 0]
+    audits = {sample["iteration"] for sample in truths}
+    iterations = [entry for entry in varying if entry not in audits]
+    first = [entry for entry in varying if entry in audits and known] or iterations[:1]
+    unclear = [sample["iteration"] for sample in samples or truths][-1:]
+    return list(dict.fromkeys([*first, *iterations[-1:]] or unclear))
 
 
-def passed_over(samples: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the view opens on another iteration than the first or the last; None if it does not."""
-    shown, numbers = opened(samples), [sample["iteration"] for sample in samples]
-    sides = [f"before {shown[0]}"] if shown and shown[0] != numbers[0] else []
-    sides += [f"after {shown[-1]}"] if shown and shown[-1] != numbers[-1] else []
-    return f"The view opens on no iteration {' or '.join(sides)}: advantages hardly vary there." if sides else None
+def passed_over(
+    samples: Sequence[Mapping[str, Any]], truths: Sequence[Mapping[str, Any]] = (), *, known: bool = True
+) -> str | None:
+    """Why the view opens on another entry than the audit, the first or the last iteration; None if it does not."""
+    shown, numbers = opened(samples, truths, known=known), [sample["iteration"] for sample in samples]
+    iterations = [entry for entry in shown if entry in numbers]
+    sides = [f"before {iterations[0]}"] if iterations == shown and iterations[:1] != numbers[:1] else []
+    sides += [f"after {iterations[-1]}"] if iterations and iterations[-1] != numbers[-1] else []
+    reasons = [f"on no iteration {' or '.join(sides)}: advantages hardly vary there"] if sides else []
+    if truths and iterations == shown:
+        reasons.append(f"not on the audit, {'whose advantages hardly vary' if known else 'which has no verdict'}")
+    return f"The view opens {'; and '.join(reasons)}." if reasons else None
 
 
 def fade(run: Run, samples: Sequence[Mapping[str, Any]]) -> str | None:
@@ -184,7 +200,7 @@ def fade(run: Run, samples: Sequence[Mapping[str, Any]]) -> str | None:
     first = [sample["numbers"] for sample in samples if sample["iteration"] == run.metrics[0]["iteration"]]
     values = [x for numbers in first for x in numbers.get("value", ()) if x is not None]
     advantages = [x for numbers in first for x in numbers["advantage"]]
-    if not values or pstdev(values) >= VARIES * pstdev(advantages):
+    if not values or pstdev(values) >= FLAT * pstdev(advantages):
         return None
     return (
         "In the first iteration the critic knows nothing yet: its values are the same for all tokens, so the credit "

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokencredit.audit.verdict import unknown
-from tokencredit.report.audit_view import audit_command, trust_fact
+from tokencredit.audit.verdict import truer, unknown
+from tokencredit.report.audit_view import next_audit, trust_fact
 from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.diagnosis import Finding
@@ -104,7 +104,9 @@ def next_step(run: Run, findings: Sequence[Finding]) -> str | None:
     if run_kind in OFFLINE:
         return None
     if run.audit is None or unknown(run.audit["credit"]):
-        return audit_command(run)
+        return next_audit(run)
+    if ways := truer(run.audit, run.metrics):
+        return visible(f"to make more of the credit true, {ways}")
     return visible(f"tokencredit {run_kind.sampler} {shlex.quote(str(run.path))}")
 
 

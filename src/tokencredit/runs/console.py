@@ -298,8 +298,11 @@ class Screen:
         """Show an audit's metrics in one line."""
         self.say(_audited(metrics))
 
-    def audit(self, audit: Mapping[str, Any]) -> None:
-        """Show an audit: each estimator's correlation with the true advantages, less the run's own, and the critic."""
+    def audit(self, audit: Mapping[str, Any], advice: str = "") -> None:
+        """Show an audit: each estimator's correlation with the true advantages, less the run's own, and the critic.
+
+        `advice` is that of `audit.verdict.remedy`.
+        """
         credit, critic = audit["credit"], audit["critic"]
         title = f"credit against true values, iteration {audit['iteration']}, with 95 % intervals"
         table, noise = Table(title=title, title_justify="left"), noisy(credit)
@@ -324,7 +327,7 @@ class Screen:
             )
             if caution := critic_caution(critic):
                 self.say(caution)
-        self.say(credit_verdict(audit))
+        self.say(f"{credit_verdict(audit)} {advice}".rstrip())
         spent = f", {audit['calls']:,} reward calls and {audit['tokens']:,} tokens" if "calls" in audit else ""
         self.say(f"measured in {duration(audit['seconds'])}{spent}; this run's estimator is {credit['shown']}")
         if credit["tokens"] < audited_rows(audit["settings"]):  # without a time limit each has at least one

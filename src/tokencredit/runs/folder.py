@@ -363,6 +363,11 @@ def read_choices(run: Path) -> dict[str, Any]:
     return {key: choices[key] for key in AUTO_SETTINGS if key in choices}
 
 
+def saved(run: Path) -> list[int]:
+    """Iterations with a checkpoint, in order."""
+    return sorted(int(folder.name) for folder in (run / "checkpoints").glob("*") if folder.name.isdecimal())
+
+
 def setting_of(config: Mapping[str, Any], key: str) -> Any:
     """A setting of a configuration in plain dicts by its key, such as `optim.warmup`; None if it has none."""
     value: Any = config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokencredit.audit.verdict import significant
+from tokencredit.audit.verdict import audit_command, remedy, significant
 from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.controllers import EarlyStopping
@@ -27,7 +26,6 @@ from tokencredit.runs.summary import Summary
 from tokencredit.runs.transcript import acted, of_iteration
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import plain
-from tokencredit.settings.run_kind import CONTROL
 from tokencredit.settings.training import AuditSettings, RunSettings
 
 State = dict[str, Any]
@@ -309,7 +307,7 @@ def audit_at_end(
     if settings.every and summary.iterations % settings.every == 0:  # it is audited
         _say_significant(record, record.history[-1])
         return
-    least, most = AUDIT_ROWS
+    (least, most), command = AUDIT_ROWS, audit_command(record.folder.path, record.config)
     try:
         # The clock of the main process decides for all.
         seconds, each = json.loads(record.processes.texts(json.dumps([summary.seconds, cost()]))[0])
@@ -317,12 +315,10 @@ def audit_at_end(
         rows = min(int(budget / each), most) if each > 0 else 0
         if seconds < MIN_AUDITED or rows < least:
             needed = max(MIN_AUDITED, least * each / AUDIT_SHARE)
-            ways = [f"tokencredit audit {shlex.quote(str(record.folder.path))} now", "train with audit.every"]
-            if record.config["python"]:  # which no command has; an agent's trainer has no audit on request
-                ways[0:1] = [] if record.run_kind is CONTROL else ["trainer.audit() now"]
+            now = f"{command}{'()' * (command == 'trainer.audit')} now, or " if command else ""
             record.screen.say(
                 f"no audit at the end: it needs a run of {needed:.0f} s, to take less than 8 % of its time; to audit "
-                f"anyway: {', or '.join(ways)}"
+                f"anyway: {now}train with audit.every"
             )
             return
         found = audit(rows, budget)
@@ -335,6 +331,8 @@ def audit_at_end(
         record.folder.write_json(AUDIT, found)
         record.screen.audited(found["metrics"])
         _say_significant(record, found["metrics"])
+        if advice := remedy(found, command, record.history, saved(record.folder.path)):
+            record.screen.say(advice)
 
 
 def _say_significant(record: RunRecord, metrics: Mapping[str, float]) -> None:

@@ -15,7 +15,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.environment import versions
 from tokencredit.provenance.parts import Part, label
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
-from tokencredit.runs.folder import read_parts, size
+from tokencredit.runs.folder import read_parts, saved, size
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, unused
 from tokencredit.settings.reader import read_yaml
@@ -39,11 +39,6 @@ FREE = (
 
 FINGERPRINTED = ("model.name", "model", "processing_class")
 """Parts whose weights and tokens the trainer compares with those of the checkpoint."""
-
-
-def saved(run: Path) -> list[int]:
-    """Iterations with a checkpoint, in order."""
-    return sorted(int(folder.name) for folder in (run / "checkpoints").glob("*") if folder.name.isdecimal())
 
 
 def place(run: Path, number: int) -> Path:

@@ -144,9 +144,8 @@ def phrase_spreads(run: Evidence) -> Finding | None:
         "Possible reward hacking: the policy may have found words that the reward pays for, whatever else the text "
         "says. It is none if these words are the task, such as a format.",
         (
-            "read the completions with the phrase: should the reward pay for them",
+            "read the completions with the phrase, and raise kl.coef if the reward should not pay for them",
             "add a reward term that penalizes the phrase",
-            "raise kl.coef",
             "stop earlier (stop.kl, stop.reward)",
         ),
     )

@@ -16,6 +16,7 @@ from tokencredit.audit.agreement import judge, true_numbers
 from tokencredit.audit.estimates import Variant, label, variants
 from tokencredit.audit.fresh_randomness import NotReplayed
 from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, spread
+from tokencredit.audit.verdict import remedy
 from tokencredit.core.estimator_table import EstimatorFunction
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, EngineLost
@@ -197,7 +198,7 @@ class CompletionAuditor:
         audit = self.record(len(record.history), size, record.history, record.screen.say)
         if record.main:
             record.folder.write_json(AUDIT, audit)
-            record.screen.audit(audit)
+            record.screen.audit(audit, remedy(audit, "trainer.audit", record.history))
         return AuditRecord(audit)
 
     def cost(self, history: History) -> float:
