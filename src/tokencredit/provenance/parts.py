@@ -62,6 +62,16 @@ def location(part: Part) -> tuple[str, dict[str, Any]] | None:
     return (f"{part['file']}:{part['name']}", given) if top and plain and all(map(str.isidentifier, given)) else None
 
 
+def parameters(part: Part) -> set[str]:
+    """Names of a function's parameters, by its source; empty if that is no function."""
+    try:
+        (function,) = ast.parse(textwrap.dedent(part.get("source", ""))).body
+    except (SyntaxError, ValueError):
+        return set()
+    found = (*function.args.args, *function.args.kwonlyargs) if isinstance(function, ast.FunctionDef) else ()
+    return {argument.arg for argument in found}
+
+
 def rows_digest(rows: Any) -> str:
     """SHA-256 of a list of rows or a `Dataset`, with all columns."""
     sha = hashlib.sha256()

@@ -27,6 +27,7 @@ from tokencredit.report.comparison.stats import (
     rank_p,
     repeated,
     series,
+    settings_of,
     spread,
     texts,
     too_few,
@@ -226,6 +227,23 @@ def test_an_own_part_is_one_setting_from_a_file_and_from_python_and_names_its_cu
     assert [len(own.runs), len(default.runs)] == [2, 1]
     assert own.label == f"advantage.estimator by_entropy(scale=2.0) ({part['digest'][:8]})"
     assert default.label == "advantage.estimator gae"
+
+
+def test_a_setting_that_the_estimator_does_not_read_is_no_difference():
+    lams = {"gae": 0.9, "uniform": "auto", "reward_to_go": "auto"}
+    made_of = [made(name, advantage={"estimator": name, "lam": lam}) for name, lam in lams.items()]
+    assert [group.label for group in group_runs(made_of)] == [f"advantage.estimator {name}" for name in lams]
+    others = made("gae", advantage={"estimator": "gae", "lam": 0.5})
+    labels = [group.label for group in group_runs([*made_of[:2], others])]
+    assert labels[1] == "advantage.estimator uniform"
+    assert labels[2] == "advantage.estimator gae, advantage.lam 0.5"
+    source = "def mine(rewards, values, *, gamma, power=2.0):\n    return rewards, values\n"
+    for text, read in ((source, False), (source.replace("power", "lam"), True), ("lambda: …", True), (None, True)):
+        part = {"name": "mine", "digest": "1868bd1b"} | ({"source": text} if text else {})
+        settings = {"estimator": "mine.py:mine", "lam": "auto", "gamma": 1.0}
+        own = replace(made("own", advantage=settings), parts={"advantage.estimator": part})
+        assert settings_of(own)["advantage.lam"] == ("auto" if read else "not read")
+        assert settings_of(own)["advantage.gamma"] == "1"
 
 
 def test_a_key_groups_runs_that_differ_elsewhere():

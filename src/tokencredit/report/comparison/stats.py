@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tokencredit.core.estimator_table import ESTIMATORS, SETTINGS
 from tokencredit.errors import ConfigError, importing
-from tokencredit.provenance.parts import label
+from tokencredit.provenance.parts import label, parameters
 from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.jsonl import is_number
@@ -42,7 +43,7 @@ SAME_SCORE = ("name", "retries", "timeout", "batch_size", "dtype")
 """Settings of a reward term that leave its score the same."""
 LABEL = 60
 """Maximum characters of a curve's name made from settings."""
-MISSING = "not set"
+MISSING, UNREAD = "not set", "not read"
 EXCHANGES = 10_000
 """Exchanges of runs between two groups in a test; it is exact if there are no more."""
 
@@ -101,11 +102,17 @@ def texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """Settings of a run as text; a part of the user's, such as a function's file, with its digest.
+    """Settings of a run as text, `UNREAD` if its estimator does not read it; a part of the user's with its digest.
 
     An estimator, critic or loss has its name, arguments and digest: one setting, from a file or from Python.
     """
     settings = texts(run.config)
+    if (known := ESTIMATORS.get(settings.get("advantage.estimator", ""))) is not None:
+        read: Collection[str] = known.settings
+    else:
+        read = parameters(run.parts.get("advantage.estimator", {})) or SETTINGS
+    unread = {f"advantage.{key}" for key in SETTINGS if key not in read}
+    settings |= dict.fromkeys(unread & settings.keys(), UNREAD)
     for key, part in run.parts.items():
         if key in PARTS:
             listed = (f"python.{key}", f"{key.partition('.')[0]}.kwargs.")
@@ -141,8 +148,9 @@ def group_runs(runs: Sequence[Run], key: str | None = None) -> list[RunGroup]:
         parts.setdefault(same, []).append(number)
     members = list(parts.values())
     differ = differing([[settings[i] for i in part] for part in members]) if key is None else [key]
-    labels = [", ".join(f"{k} {settings[part[0]].get(k, MISSING)}" for k in differ) for part in members]
-    if not differ or max(map(len, labels)) > LABEL:
+    shown = [{k: settings[part[0]].get(k, MISSING) for k in differ} for part in members]
+    labels = [", ".join(f"{k} {x}" for k, x in found.items() if x != UNREAD) for found in shown]
+    if not all(labels) or max(map(len, labels)) > LABEL:
         labels = called([[runs[i].path for i in part] for part in members])
     return [
         RunGroup(label, [runs[i] for i in part], [settings[i] for i in part])
@@ -166,9 +174,9 @@ def values(settings: Sequence[Mapping[str, str]], key: str) -> list[str]:
 
 
 def differing(groups: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-    """Keys whose values differ between groups, without seed and folder; `groups` are their settings."""
+    """Keys whose values differ between the groups that read them, without seed and folder; `groups` are settings."""
     keys = dict.fromkeys(key for settings in groups for found in settings for key in without_seed(found))
-    return [key for key in keys if any(values(part, key) != values(groups[0], key) for part in groups)]
+    return [key for key in keys if len({tuple(x) for part in groups if (x := values(part, key)) != [UNREAD]}) > 1]
 
 
 def reward_keys(groups: Sequence[RunGroup], metric: str) -> list[str]:
