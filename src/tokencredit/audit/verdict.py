@@ -122,20 +122,19 @@ def remedy(
         rows: the run's metrics, of which the iterations `saved` have a checkpoint: credit whose advantages vary more
             than those of the audited iteration is easier to measure.
     """
-    if ways := truer(audit, rows):
-        sentence = f"To make more of it true, {ways}"
-    elif unknown(audit["credit"]):
-        sentence = f"To measure it: {again(audit, command)}"
-        limits = [f"{str(round(x, 1)).removesuffix('.0')} {name}" for name, x in audit.get("limits", {}).items()]
-        sentence += f"; the limit of {' and '.join(limits)} ended this audit" if limits else ""
-    else:
+    ways = truer(audit, rows)
+    if not (ways or unknown(audit["credit"])):
         return ""
     spread = {row["iteration"]: row.get("advantage_std") or 0.0 for row in rows}
     earlier = max((number for number in spread if number in saved), key=lambda x: spread[x], default=None)
     now = spread.get(audit["iteration"] or max(spread, default=0), 0.0)
-    if command.startswith("tokencredit ") and earlier is not None and spread[earlier] > VARIED * now:
-        sentence += f"; advantages vary more at --checkpoint {earlier:.0f}"
-    return f"{sentence}."
+    varied = command.startswith("tokencredit ") and earlier is not None and spread[earlier] > VARIED * now
+    checkpoint = f" (advantages vary more at --checkpoint {earlier:.0f})" if varied else ""
+    if ways:
+        return f"To make more of it true, {ways}{checkpoint}."
+    limits = [f"{str(round(x, 1)).removesuffix('.0')} {name}" for name, x in audit.get("limits", {}).items()]
+    ended = f"The limit of {' and '.join(limits)} ended this audit. " if limits else ""
+    return f"{ended}To measure it: {again(audit, command)}{checkpoint}"  # a command is copied without a full stop
 
 
 def significant(advantages: Sequence[float], error: float, iteration: int) -> str:

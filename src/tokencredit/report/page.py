@@ -35,7 +35,7 @@ TOKENS = 20_000
 """Maximum tokens in the credit view, so that the page stays at a few megabytes."""
 AUDITED = 4_000
 """Maximum tokens of audited completions, in addition."""
-VARIES = 0.2
+VARIES = 0.25
 """Share of the largest standard deviation of advantages from which an iteration's advantages vary."""
 FLAT = 0.1
 """Standard deviation of values relative to that of advantages, below which a critic knows nothing yet."""

@@ -277,14 +277,14 @@ class Screen:
             self.console.print(table)
         if summary.iterations:
             kl = "" if summary.kl_last is None else f"   KL {figure(summary.kl_last)} nats per sequence"
-            change, before = f"{figure(summary.first)} → {figure(summary.last)}", ""
-            name = summary.run_kind.outcome
+            name, unshaped = summary.run_kind.outcome, ""
+            change = f"{figure(summary.first)} → {figure(summary.last)}"
             if summary.shaped is not None:
-                before, name = f"; {UNSHAPED}: {change}", SHAPED
+                name, unshaped = SHAPED, f"; {UNSHAPED}: {change}"
                 change = " → ".join(map(figure, summary.shaped))
             rise = f" ({summary.rise})" if summary.rise else ""
             self.say(
-                f"{name.replace('_', ' ')} {change}{rise}{before}{kl} "
+                f"{name.replace('_', ' ')} {change}{rise}{unshaped}{kl} "
                 f"({averaged(summary.iterations, summary.since)})   "
                 f"{in_iterations(summary.iterations)} in {duration(summary.seconds)} "
                 f"({figure(summary.per_second)} {summary.run_kind.unit} per second)"

@@ -18,10 +18,10 @@ from tokencredit.distributed.processes import connection_lost, out_of_memory
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.rng import preserved
-from tokencredit.runs.folder import AUDIT
+from tokencredit.runs.folder import AUDIT, saved
 from tokencredit.runs.jsonl import read_metrics
 from tokencredit.runs.recorder import RunRecord
-from tokencredit.runs.resuming import at_iteration, changes, refuse_other_parts, saved
+from tokencredit.runs.resuming import at_iteration, changes, refuse_other_parts
 from tokencredit.runs.summary import Summary
 from tokencredit.runs.transcript import acted, of_iteration
 from tokencredit.runs.untrusted import visible

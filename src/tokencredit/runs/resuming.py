@@ -15,7 +15,8 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.environment import versions
 from tokencredit.provenance.parts import Part, label
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
-from tokencredit.runs.folder import read_parts, saved, size
+from tokencredit.runs.folder import read_parts, size
+from tokencredit.runs.folder import saved as saved
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, unused
 from tokencredit.settings.reader import read_yaml

@@ -121,8 +121,10 @@ def attained(rows: Sequence[Mapping[str, Any]]) -> str | None:
     if share is None:
         return None
     few, pooled = (bool(rows[0].get(f"limit/{name}")) for name in ("few", "pooled"))
-    rising = " and still rising" if _rises(rows, "attainable") else ""
-    return f"{of_attainable(share, few=few, pooled=pooled)}, after {in_iterations(len(rows))}{rising}"
+    words = of_attainable(share, few=few, pooled=pooled)
+    if round(100 * share) > 100:  # it is unknown
+        return words
+    return f"{words}, after {in_iterations(len(rows))}{' and still rising' * _rises(rows, 'attainable')}"
 
 
 def _rises(rows: Sequence[Mapping[str, Any]], name: str) -> bool:

@@ -1,6 +1,5 @@
 const { headline, changes, curves, credit, opened, audited, alternatives, audit } = data;
 const views = [...credit, ...audited]; // an audit is listed like an iteration
-const opens = opened.find((entry) => audited.some(({ iteration }) => iteration === entry)); // the audit, if it says something
 const TRUTH = { advantage: "true advantage", value: "true value" };
 
 const ENDS = {{ shades|tojson }};
@@ -104,7 +103,8 @@ function creditView() {
   const quantities = [...new Set(views.flatMap((sample) => Object.keys(sample.numbers)))];
   choices(by("quantity"), quantities.map((name) => [name, name]));
   const narrow = matchMedia("(max-width: 51rem)").matches; // panes would stand below each other: the last is enough
-  const first = opens ?? (narrow ? opened.at(-1) : opened[0]);
+  const auditOpens = audited.some(({ iteration }) => iteration === opened[0]);
+  const first = narrow && !auditOpens ? opened.at(-1) : opened[0];
   const panes = [by("pane0"), by("pane1")].map((pane, number) => {
     const select = make("select"), ramp = make("canvas", { width: 256, height: 1 });
     choices(select, iterations.map((i) => [i, i]));
@@ -152,7 +152,7 @@ function creditView() {
 function whatIf() {
   const iterations = entries();
   choices(by("if-iteration"), iterations.map((i) => [i, i]));
-  by("if-iteration").value = opens ?? opened.at(-1);
+  by("if-iteration").value = audited.length && !audit.noisy ? iterations.at(-1) : opened.at(-1); // beside the truth
   let samples = [];
   function list() {
     samples = samplesOf(by("if-iteration"));
