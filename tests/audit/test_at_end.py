@@ -38,6 +38,7 @@ def test_a_run_and_its_extension_end_with_an_audit_that_changes_nothing(any_leng
     shown = capsys.readouterr().out
     assert "\naudit: " in shown
     assert "of the credit is real" not in shown, "three completions have no interval"
+    assert f"To measure it: tokencredit audit {tmp_path / 'with'} --completions 16 --states 4 --continuations" in shown
     assert re.search(r"audit at the end: about [\d,.]+ reward calls, [\d,.]+ tokens, \d+ s\n", shown)
     audit = tmp_path / "with" / "audit.json"
     assert json.loads(audit.read_text())["iteration"] == 1

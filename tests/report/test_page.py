@@ -211,7 +211,7 @@ def test_the_head_says_what_was_trained_how_well_and_what_to_do():
     head = Fact(
         "shaped reward",
         "-0.90 → -0.70",
-        "+0.20 ± 0.14 at 95 %; in the last iteration; before score's clip and penalties: 0.10 → 0.30",
+        "+0.20 ± 0.14 at 95 %; in the last iteration; reward before score's clip and penalties: 0.10 → 0.30",
     )
     assert story(shaped)[2] == head
     assert f"shaped reward -0.90 → -0.70 ({head.note})" in repr(NotebookRun(**vars(shaped)))

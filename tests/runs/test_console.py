@@ -276,7 +276,7 @@ def test_the_end_says_what_happened():
     assert "0.91 (+0.66 ± 0.9 at 95 %: within chance)   KL" in shown(lambda screen: screen.finish(small, [], []))
     shaped = replace(SUMMARY, rise="+0.9 ± 0.2 at 95 %", shaped=(-0.6, 0.3))
     assert (
-        "shaped reward -0.6 → 0.3 (+0.9 ± 0.2 at 95 %); before score's clip and penalties: 0.25 → 0.91   KL"
+        "shaped reward -0.6 → 0.3 (+0.9 ± 0.2 at 95 %); reward before score's clip and penalties: 0.25 → 0.91   KL"
     ) in shown(lambda screen: screen.finish(shaped, [], []))
 
 

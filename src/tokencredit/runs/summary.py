@@ -24,7 +24,7 @@ CONFIDENT = 1.96
 """Half the width of a 95 % interval, in standard errors."""
 SHAPED = "shaped_reward"
 """Mean reward after the clip and penalties of `score`, in runs that have some."""
-UNSHAPED = "before score's clip and penalties"
+UNSHAPED = "reward before score's clip and penalties"
 """Words before such a run's plain reward."""
 PRETRAINING = "pretrain/tokens"
 """Tokens sampled before the first iteration, to pretrain the critic."""
