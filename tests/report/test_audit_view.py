@@ -51,6 +51,8 @@ def test_the_trust_score_by_hand(run):
     better = "To make more of it true, try td (gae, λ = 0), whose correlation is 0.20 higher"
     bare = replace(run, metrics=[{k: x for k, x in row.items() if k != "critic_share"} for row in run.metrics])
     assert correlated(bare, 0.3, 0.21, 0.38, tokens=340) == f"{real} {better}, {scores} or {ways}"
+    without = replace(bare, audit=run.audit | {"critic": None})
+    assert "scores of prefixes (critic.kind, critic.prefix_every: 1)" in correlated(without, 0.3, 0.21, 0.38)
     assert correlated(run, 0.3, 0.21, 0.38) == f"{real} {better} or {ways}", "its values have the scores of prefixes"
     run.audit["credit"]["estimators"]["td (gae, λ = 0)"]["gain"]["low"] = -0.1
     ways = "larger batches (rollout.batch_size) or another λ (advantage.lam): docs/audit.md#untrue-credit."

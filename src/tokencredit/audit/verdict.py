@@ -103,8 +103,9 @@ def truer(audit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> s
     best = max(gains, key=lambda label: gains[label]["low"] or 0.0, default="")
     better = bool(best) and (gains[best]["low"] or 0.0) > 0
     ways = [f"{best}, whose correlation is {gains[best]['value']:.2f} higher"] if better else []
-    if not (agents or any("critic_share" in row for row in rows)):
-        ways.append("scores of prefixes (critic.prefix_every: 1)")
+    if not (agents or any("critic_share" in row or "env/turns" in row for row in rows)):
+        kind = "critic.kind, " * (audit["critic"] is None)
+        ways.append(f"scores of prefixes ({kind}critic.prefix_every: 1)")
     ways.append(f"larger batches ({'steps, env.number' if agents else 'rollout.batch_size'})")
     ways += ["another λ (advantage.lam)"] if "λ" in shown and not better else []
     *others, last = ways
