@@ -21,6 +21,8 @@ from tokencredit.report.templating import two_digits
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m"
 
+UNTRUE = 'docs page "The audit: is the credit true?", under "untrue credit"'
+
 
 @pytest.fixture
 def run(audited_folder):
@@ -46,7 +48,7 @@ def test_the_trust_score_by_hand(run):
         "About 9 % of this run's credit is real: advantages (gae, λ = 0.95) correlate 0.30 with the true "
         f"ones (0.21 to 0.38, {measured})."
     )
-    ways = "larger batches (rollout.batch_size): docs/audit.md#untrue-credit."
+    ways = f"larger batches (rollout.batch_size): {UNTRUE}."
     scores = "scores of prefixes (critic.prefix_every: 1)"
     better = "To make more of it true, try td (gae, λ = 0), whose correlation is 0.20 higher"
     bare = replace(run, metrics=[{k: x for k, x in row.items() if k != "critic_share"} for row in run.metrics])
@@ -55,7 +57,7 @@ def test_the_trust_score_by_hand(run):
     assert "scores of prefixes (critic.kind, critic.prefix_every: 1)" in correlated(without, 0.3, 0.21, 0.38)
     assert correlated(run, 0.3, 0.21, 0.38) == f"{real} {better} or {ways}", "its values have the scores of prefixes"
     run.audit["credit"]["estimators"]["td (gae, λ = 0)"]["gain"]["low"] = -0.1
-    ways = "larger batches (rollout.batch_size) or another λ (advantage.lam): docs/audit.md#untrue-credit."
+    ways = f"larger batches (rollout.batch_size) or another λ (advantage.lam): {UNTRUE}."
     assert correlated(run, 0.3, 0.21, 0.38) == f"{real} To make more of it true, try {ways}"
     assert next_step(run, []) == f"to make more of the credit true, try {ways}".rstrip(".")
     assert correlated(run, 0.7).startswith("About 49 % of this run's credit")

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokencredit.errors import pages_by_title
 from tokencredit.settings.run_kind import CONTROL, run_kind_of
 
 SIGNIFICANT = 2.0
@@ -109,7 +110,7 @@ def truer(audit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> s
     ways.append(f"larger batches ({'steps, env.number' if agents else 'rollout.batch_size'})")
     ways += ["another λ (advantage.lam)"] if "λ" in shown and not better else []
     *others, last = ways
-    return f"try {', '.join(others)}{' or ' * bool(others)}{last}: docs/audit.md#untrue-credit"
+    return f"try {', '.join(others)}{' or ' * bool(others)}{last}: {pages_by_title('docs/audit.md#untrue-credit')}"
 
 
 def remedy(
