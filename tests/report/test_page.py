@@ -163,9 +163,9 @@ def test_the_page_opens_at_iterations_whose_advantages_vary_and_says_so(advantag
             [0.5, -0.5],
             False,
             [1, 2],
-            "on no iteration after 2: advantages hardly vary there; and not on the audit, which",
+            "on no iteration after 2: advantages hardly vary there; and not on the audit, since it has",
         ),
-        ([0.01, 0.0], True, [1, 2], "not on the audit, whose advantages hardly vary"),
+        ([0.01, 0.0], True, [1, 2], "not on the audit, since its advantages hardly vary"),
     ],
 )
 def test_the_page_opens_on_an_audit_that_says_something(audited, known, shown, said):

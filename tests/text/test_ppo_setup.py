@@ -211,6 +211,11 @@ def test_terms_from_python_have_their_names(tmp_path):
 
     trainer = tc.PPOTrainer(args=summarized(tmp_path / "run"), reward_funcs=[brief, tc.Term("rhymes", 2.0, brief)])
     assert [text for label, text in lines(trainer) if label == "reward"] == ["brief", "2 × rhymes"]
+    told = dict(lines(trainer))["values"]
+    assert told.startswith("the critic's alone;")
+    assert "prefix: true, for a cheap function" in told
+    learned = tc.PPOTrainer(args=summarized(tmp_path / "learned", **{"critic.prefix_every": 0}))
+    assert dict(lines(learned))["values"].endswith("may make them truer (critic.prefix_every: 1)")
 
 
 @pytest.mark.parametrize(

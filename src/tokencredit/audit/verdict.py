@@ -82,8 +82,8 @@ def again(audit: Mapping[str, Any], command: str) -> str:
     noise, rows = audit["credit"]["noise"]["value"], audited_rows(audit["settings"])
     noise = 0.6 if noise is None else noise
     odds = noise / (1 - noise) if noise < 0.9 else 9.0  # an estimate, and above 1 by chance
-    # Noise falls as one over the continuations; 0.4 of the variance leaves room for the error of its estimate.
-    continuations = math.ceil(audit["continuations"] * max(1.0, odds * 0.6 / 0.4))
+    # Noise falls as one over the continuations; 0.3 of the variance leaves room for the error of its estimate.
+    continuations = math.ceil(audit["continuations"] * max(1.0, odds * 0.7 / 0.3))
     if not command:
         return f"audit.every with audit.continuations: {continuations} in a new run"
     size = {"completions": rows if rows >= MIN_ROWS else ENOUGH}
@@ -108,7 +108,8 @@ def truer(audit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> s
         kind = "critic.kind, " * (audit["critic"] is None)
         ways.append(f"scores of prefixes ({kind}critic.prefix_every: 1)")
     ways.append(f"larger batches ({'steps, env.number' if agents else 'rollout.batch_size'})")
-    ways += ["another λ (advantage.lam)"] if "λ" in shown and not better else []
+    chosen = any("lam" in row for row in rows)  # by `advantage.lam: auto`, as the best of the data
+    ways += ["another λ (advantage.lam)"] if "λ" in shown and not (better or chosen) else []
     *others, last = ways
     return f"try {', '.join(others)}{' or ' * bool(others)}{last}: {pages_by_title('docs/audit.md#untrue-credit')}"
 

@@ -188,7 +188,7 @@ def passed_over(
     sides += [f"after {iterations[-1]}"] if iterations and iterations[-1] != numbers[-1] else []
     reasons = [f"on no iteration {' or '.join(sides)}: advantages hardly vary there"] if sides else []
     if truths and iterations == shown:
-        reasons.append(f"not on the audit, {'whose advantages hardly vary' if known else 'which has no verdict'}")
+        reasons.append(f"not on the audit, since {'its advantages hardly vary' if known else 'it has no verdict'}")
     return f"The view opens {'; and '.join(reasons)}." if reasons else None
 
 

@@ -28,7 +28,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
 from tokencredit.text.data.datasets import from_python, require_datasets
 from tokencredit.text.data.hub import upload
-from tokencredit.text.data.prefixes import Reading, scoring
+from tokencredit.text.data.prefixes import origin_of_values, scoring
 from tokencredit.text.data.prompts import Prompts, as_ids, load_prompts
 from tokencredit.text.data.tasks import Tasks, load_tasks
 from tokencredit.text.engines.building import build_engine
@@ -377,13 +377,8 @@ def overview(
     terms = [(x.weight, source(x)) for x in args.reward] if by_source else [(x.weight, x.name) for x in pipeline.terms]
     for weight, term in terms:
         yield "reward", term if weight == 1 else f"{weight:g} × {term}"
-    if (every := pipeline.prefix_every) and args.critic.ours:
-        each = "each prefix" if every == 1 else f"one prefix in {every}"
-        assert isinstance(prompts, Prompts)
-        share = Reading.of(args, scoring(pipeline.terms), lm, prompts).share(every)
-        most = -(-args.rollout.max_new_tokens // every)
-        cost = f"{share:.2g} of the policy's passes" if share else f"at most {most:,} per completion"
-        yield "values", f"returns fitted to the reward's score of {each} ({cost}), and the critic for the rest"
+    if args.critic.ours and isinstance(prompts, Prompts):
+        yield "values", origin_of_values(args, scoring(pipeline.terms), lm, prompts, pipeline.prefix_every)
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""
     jobs = f", {processes.count} processes" if processes.count > 1 else ""
     yield "device", f"{precision.device}{gpu}, {precision.dtype}{jobs}"

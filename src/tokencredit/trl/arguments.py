@@ -80,9 +80,10 @@ class RewardOfIds:
     def __init__(self, model: Any, tokenizer: Any):
         """`ConfigError` for a model without a score head."""
         if not hasattr(model, "score"):
+            labels = " or ".join(getattr(getattr(model, "config", None), "label2id", ())) or "LABEL"
             raise ConfigError(
                 f"reward_model is a {type(model).__name__}, which has no score head over the policy's tokens; for a "
-                "classifier give tokencredit.ClassifierTerm(classifier=FOLDER, label=LABEL), or a function"
+                f"classifier give tokencredit.ClassifierTerm(classifier=FOLDER, label={labels}), or a function"
             )
         self.model, self.pad = model.eval(), tokenizer.pad_token_id
 

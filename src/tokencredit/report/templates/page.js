@@ -10,7 +10,7 @@ function colour(share) { // from −1 to 1, ever thinner towards 0
 }
 
 const MEANINGS = {
-  advantage: "how much better the text became with the token than expected, in units of reward; training makes tokens with a positive one likelier",
+  advantage: "how much better the text became with the token than expected, less the price of its KL if the reward has one, in units of reward; training makes tokens with a positive one likelier",
   value: "reward that the critic expects before the token, in units of reward",
   reward: "paid for the token, less the price of the KL if it is a part of the reward, in units of reward",
   "true advantage": "the advantage as measured from continuations, in units of reward", "true value": "the value as measured from continuations, in units of reward",

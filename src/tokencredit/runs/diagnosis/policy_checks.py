@@ -190,11 +190,12 @@ def kl_runaway(run: Evidence) -> Finding | None:
         return None
     return Finding(
         "the KL to the reference runs away",
-        f"{run.where('kl')}, {per_token:.2f} nats per token; {run.where('reward')}",
+        f"{run.where('kl')}, {per_token:.2f} nats per token; {run.where(run.reward)}",
         "The policy no longer writes like the model it came from, and reward models are unreliable on such texts, "
         "which invites reward hacking."
         if run.learns()
-        else "The policy moves away from the model it came from, and the reward hardly rises: it follows noise.",
+        else "The policy moves away from the model it came from, and the reward rises by less than half its standard "
+        "deviation over completions: much of the way may follow noise.",
         ("raise kl.coef", "set kl.target", "lower optim.lr", "stop earlier (stop.kl)"),
     )
 

@@ -104,6 +104,20 @@ def choose_spacing(
     return args if same else replace(args, critic=replace(args.critic, prefix_every=every))
 
 
+def origin_of_values(args: PPOConfig, terms: Sequence[Term], lm: PreTrainedModel, prompts: Prompts, every: int) -> str:
+    """What a run's values are made of, and what would make them truer; `terms` are those of `scoring`."""
+    if every:
+        each = "each prefix" if every == 1 else f"one prefix in {every}"
+        share = Reading.of(args, terms, lm, prompts).share(every)
+        most = -(-args.rollout.max_new_tokens // every)
+        cost = f"{share:.2g} of the policy's passes" if share else f"at most {most:,} per completion"
+        return f"returns fitted to the reward's score of {each} ({cost}), and the critic for the rest"
+    if args.advantage.bootstrap:
+        return "the critic's alone"
+    how = "critic.prefix_every: 1" if terms else "prefix: true, for a cheap function that can score unfinished texts"
+    return f"the critic's alone; the reward's scores of prefixes may make them truer ({how})"
+
+
 class Reading(NamedTuple):
     """Work of reading the prefixes of a completion, in tokens times the weights that each meets."""
 
