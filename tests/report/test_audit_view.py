@@ -80,7 +80,7 @@ def test_an_audit_that_is_mostly_noise_gives_no_verdict(run):
         "advantages is sampling noise; advantages (gae, λ = 0.95) correlate -0.33"
     )
     again = f"To measure it: tokencredit audit {run.path} --completions 6 --states 5 --continuations"
-    assert sentence.endswith(f"8 continuations per state). {again} 46")
+    assert sentence.endswith(f"8 continuations per state). {again} 45")
     assert "-1.81" not in sentence, "an interval of noise is not to be quoted"
     assert correlated(run, 0.3, noise={"value": 1.2}).endswith(f"{again} 168"), "above 1 by chance"
     assert next_step(run, []) == f"tokencredit audit {run.path} --completions 6 --states 5 --continuations 168"
@@ -98,15 +98,15 @@ def test_the_next_audit_is_at_a_checkpoint_where_advantages_vary_and_of_python_w
         (tmp_path / "checkpoints" / f"{number:06d}").mkdir(parents=True)
     metrics = [row | {"advantage_std": x} for row, x in zip(run.metrics, (0.2, 0.5, 0.1), strict=True)]
     moved = replace(run, path=tmp_path, metrics=metrics)
-    more = " --completions 6 --states 5 --continuations 46 (advantages vary more at --checkpoint 2)"
+    more = " --completions 6 --states 5 --continuations 45 (advantages vary more at --checkpoint 2)"
     assert correlated(moved, 0.3, noise=noise).endswith(f"tokencredit audit {tmp_path}{more}")
     alike = replace(moved, metrics=[row | {"advantage_std": 0.1} for row in metrics])
     assert "--checkpoint" not in correlated(alike, 0.3, noise=noise)
     python = replace(moved, config=run.config | {"python": {"reward_funcs": ["f"]}})
-    call = "trainer.audit(AuditConfig(completions=6, states=5, continuations=46))"
+    call = "trainer.audit(AuditConfig(completions=6, states=5, continuations=45))"
     assert correlated(python, 0.3, noise=noise).endswith(f"To measure it: {call}")
     unsaved = replace(moved, config=run.config | {"run": {"save_every": 0}})
-    new = "audit.every with audit.continuations: 46 in a new run"
+    new = "audit.every with audit.continuations: 45 in a new run"
     assert correlated(unsaved, 0.3, noise=noise).endswith(new)
 
 
