@@ -88,6 +88,7 @@ def test_any_run_is_audited_with_an_estimator_of_ones_own_beside_its_own(runs, t
     shutil.copytree(runs / "ours", run)
     size = ["--completions", "4", "--continuations", "2", "--states", "2"]
     assert main(["audit", str(run), "--estimator", mine, *size]) == 0, capsys.readouterr().err
+    assert f"tokencredit audit {run} --estimator {mine} --completions" in capsys.readouterr().out.replace("\n", " ")
     found = json.loads((run / "audit.json").read_text())["credit"]
     assert found["shown"] == "gae, λ = 0.9", "the page's trust stays that of the run's own"
     assert found["estimators"]["my_gae (mine.py), λ = 0.9"] == found["estimators"]["gae, λ = 0.9"]

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,12 @@ def audit(options: Options) -> None:
     from tokencredit.runs.jsonl import read_metrics
 
     RunFolder(options.run).write_json(AUDIT, result)
-    command, rows = f"tokencredit audit {shlex.quote(options.run)}", list(read_metrics(run / "metrics.jsonl"))
+    # What this audit was given is in the command of the next one too.
+    given = {"checkpoint": options.checkpoint, "reward": options.reward}
+    given |= {"prompts.dataset": options.dataset, "estimator": options.estimator}
+    flags = [[f"--{name}", *(x if isinstance(x, list) else [str(x)])] for name, x in given.items() if x]
+    command = shlex.join(["tokencredit", "audit", options.run, *chain(*flags)])
+    rows = list(read_metrics(run / "metrics.jsonl"))
     Screen(0).audit(result, remedy(result, command, rows, saved(run)))
     print(write_report(run))
 

@@ -33,7 +33,7 @@ from tokencredit.report.comparison.stats import (
     too_few,
     varying,
 )
-from tokencredit.report.comparison.verdict import verdict
+from tokencredit.report.comparison.verdict import difference, verdict
 from tokencredit.report.reading import Run
 from tokencredit.user_code.user_objects import load_object
 
@@ -381,6 +381,13 @@ def test_a_difference_within_the_noise_is_called_so():
     sentences = verdict([group("one", 0.1, 0.4, 0.6, 0.9), group("two", 0.2, 0.5, 0.7, 0.95)], "reward")
     assert sentences[0].startswith("two ends at the higher reward: 0.60, against 0.50 with one, a difference of 0.10, ")
     assert "not distinguishable from noise" in sentences[1]
+
+
+def test_the_reverse_difference_is_the_mirror_image():
+    one, two = group("one", 0.87, 0.87, 0.83, 0.85), group("two", 0.88, 0.82, 0.82, 0.83)
+    found, back = difference(one, two, "reward"), difference(two, one, "reward")
+    assert (back.difference, back.low, back.high) == (-found.difference, -found.high, -found.low)
+    assert found.low < found.difference < found.high
 
 
 def test_the_best_is_compared_with_the_next():

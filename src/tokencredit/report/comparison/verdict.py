@@ -58,7 +58,11 @@ def difference(group: RunGroup, other: RunGroup, metric: str) -> Difference:
     found = group.label, other.label, float(spread(one, two))
     if too_few(len(one), len(two)):
         return Difference(*found, None, None, None, ONE_RUN if len(one) == len(two) == 1 else FEW)
-    low, high = bootstrap(spread, one, two)
+    # In one order of the two, whose random resamples give the reverse difference the mirror image.
+    if group.label <= other.label:
+        low, high = bootstrap(spread, one, two)
+    else:
+        high, low = (-bound for bound in bootstrap(spread, two, one))
     chance = rank_p(one, two)
     return Difference(*found, float(low), float(high), chance, MORE if chance <= 1 - LEVEL else NOISE)
 
