@@ -599,7 +599,9 @@ def test_a_run_begun_with_a_reward_of_pythons_is_not_resumed_with_another(tmp_pa
     said = capsys.readouterr().err
     assert "a part of this run was given as an object of Python, which no configuration holds (reward_funcs: " in said
     file = tmp_path / "run" / "config.yaml"
-    assert f"args = PPOConfig.from_yaml({str(file)!r}); PPOTrainer(args=args, reward_funcs=…).train()" in said
+    again = "PPOTrainer(args=args, reward_funcs=…).train(resume_from_checkpoint=True)"
+    assert f"args = PPOConfig.from_yaml({str(file)!r}); {again}" in said
+    assert "run its script again, with resume_from_checkpoint=True, or give it" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     longer = replace(args, run=replace(args.run, iterations=2))
     assert PPOTrainer(args=longer, reward_funcs=long).train(resume_from_checkpoint=True)["iterations"] == 2

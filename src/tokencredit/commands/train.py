@@ -136,7 +136,8 @@ def file_of(options: Options) -> str:
 def refuse_objects(config: PPOConfig | ControlConfig | OfflineSettings, options: Options) -> None:
     """Raise `ConfigError` if a configuration names parts from Python, with the flags that give them from files."""
     file = file_of(options)
-    refuse_python(config, file, parts=read_parts(Path(file).parent) if config.python else None)
+    parts = read_parts(Path(file).parent) if config.python else None
+    refuse_python(config, file, parts=parts, resume=options.resume is not None)
 
 
 def size(text: str) -> float:

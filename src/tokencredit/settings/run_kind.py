@@ -195,6 +195,7 @@ def refuse_python(
     file: str,
     given: Collection[str] = (),
     parts: Mapping[str, Part] | None = None,
+    resume: bool = False,
 ) -> None:
     """Raise `ConfigError` for parts from Python that a configuration names and that are not given.
 
@@ -203,6 +204,7 @@ def refuse_python(
         file: its file, in the message.
         given: arguments that are given.
         parts: descriptions of the run's parts; a command can name those that are functions of a file.
+        resume: true if the run is to be continued.
     """
     named = {key: [part] if isinstance(part, str) else part for key, part in config.python.items() if key not in given}
     if missing := {k: x for k, x in named.items() if "." not in k or str(attrgetter(k)(config)).startswith(PYTHON)}:
@@ -212,9 +214,11 @@ def refuse_python(
         arguments = "".join(f", {key}=…" for key in missing if "." not in key)
         flags = [_flag(key, (parts or {}).get(key)) for key in missing]
         by_file = "" if None in flags else f", or name the file, which is then run: {' '.join(map(str, flags))}"
+        script = "run its script again, with resume_from_checkpoint=True, or " * resume
+        call = f"{trainer}(args=args{arguments}).train({'resume_from_checkpoint=True' * resume})"
         raise ConfigError(
-            f"a part of this run was given as an object of Python, which no configuration holds ({listed}); give it in "
-            f"Python: args = {kind}.from_yaml({file!r}); {keys}{trainer}(args=args{arguments}).train(){by_file}"
+            f"a part of this run was given as an object of Python, which no configuration holds ({listed}); {script}"
+            f"give it in Python: args = {kind}.from_yaml({file!r}); {keys}{call}{by_file}"
         )
 
 
