@@ -25,7 +25,7 @@ def test_the_titles_are_those_of_the_pages_that_the_code_names():
         ("give it (docs/from-trl.md)", 'give it (docs page "Coming from TRL")'),
         ("see docs/python.md#your-own-model", 'see docs page "Python", under "your own model"'),
         ("'docs/report.md' cannot be read", "'docs/report.md' cannot be read"),
-        ("/home/me/docs/report.md", "/home/me/docs/report.md"),
+        ("mine/docs/report.md", "mine/docs/report.md"),
     ],
 )
 def test_a_page_is_named_by_its_title_and_a_file_of_the_user_by_its_path(text, shown):

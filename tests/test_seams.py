@@ -11,8 +11,8 @@ from helpers.runs import assert_same
 from helpers.seams import run_settings
 from helpers.warm import together
 from tokencredit import PPOConfig, PPOTrainer
+from tokencredit.runs.folder import saved
 from tokencredit.runs.jsonl import read_samples
-from tokencredit.runs.resuming import saved
 
 slow = pytest.mark.slow
 # In the suite: distributed/test_sharding.py audits sharded models, audit/test_texts.py audits in two processes, and

@@ -365,19 +365,19 @@ def overview(
     size, trained = weights_in(lm.parameters()), sum(p.numel() for p in trainable(lm))
     name = args.model.name or "from Python"
     yield "model", f"{name}, {count(size)} parameters" + (f", {count(trained)} trained" if trained < size else "")
-    number = len(prompts.kept)
+    number, handed = len(prompts.kept), any(isinstance(x.function, HandedScores) for x in pipeline.terms)
     if isinstance(prompts, Tasks):
         assert pipeline.player is not None
         rows = "" if prompts.rows is None else f", {number:,} rows of {prompts.name}"
         yield "environment", f"{pipeline.player.environments.name}, at most {args.env.max_turns} turns{rows}"
-    elif not (default_prompts(args, prompts) and any(isinstance(x.function, HandedScores) for x in pipeline.terms)):
+    elif not (default_prompts(args, prompts) and handed):
         first = shortened(last_message(prompts.batch(0, 1).prompts[0]), 60)
         yield "prompts", f"1: {first}" if number == 1 else f"{number:,} of {prompts.name}; the first: {first}"
     by_source = configured and not isinstance(prompts, Tasks)
     terms = [(x.weight, source(x)) for x in args.reward] if by_source else [(x.weight, x.name) for x in pipeline.terms]
     for weight, term in terms:
         yield "reward", term if weight == 1 else f"{weight:g} × {term}"
-    if args.critic.ours and isinstance(prompts, Prompts):
+    if args.critic.ours and isinstance(prompts, Prompts) and not handed:
         yield "values", origin_of_values(args, scoring(pipeline.terms), lm, prompts, pipeline.prefix_every)
     gpu = f" ({torch.cuda.get_device_name(precision.device)})" if precision.device.type == "cuda" else ""
     jobs = f", {processes.count} processes" if processes.count > 1 else ""

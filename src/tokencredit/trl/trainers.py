@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.runs.resuming import saved
+from tokencredit.runs.folder import saved
 from tokencredit.runs.summary import OPEN_END
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig

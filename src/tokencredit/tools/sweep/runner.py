@@ -13,8 +13,7 @@ from rich.table import Table
 from tokencredit.distributed.signals import Signals
 from tokencredit.errors import ConfigError, NotInstalled, RunStopped
 from tokencredit.runs.console import Output
-from tokencredit.runs.folder import RunFolder
-from tokencredit.runs.resuming import saved
+from tokencredit.runs.folder import RunFolder, saved
 from tokencredit.runs.summary import duration, figure, mean
 from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import dump_yaml

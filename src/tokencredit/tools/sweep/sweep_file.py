@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.provenance.parts import Part, label
-from tokencredit.runs.folder import read_parts
+from tokencredit.runs.folder import read_parts, saved
 from tokencredit.runs.jsonl import read_object
-from tokencredit.runs.resuming import changes, saved
+from tokencredit.runs.resuming import changes
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.offline import OfflineSettings
