@@ -60,6 +60,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "group_relative": {"advantage.estimator": "group_relative", **WITHOUT_CRITIC},
     "leave_one_out": {"advantage.estimator": "leave_one_out", **WITHOUT_CRITIC},
 }
+CHANGES: dict[str, dict[str, Any]] = {
+    "base": {},
+    "kl 0.025": {"kl.coef": 0.025},
+    "entropy 0.01": {"ppo.entropy_coef": 0.01},
+    "kl_ent": {"kl.coef": 0.025, "ppo.entropy_coef": 0.01},
+    "clip 0.3": {"ppo.clip": 0.3},
+    "clip 0.1": {"ppo.clip": 0.1},
+    "temperature 2": {"rollout.temperature": 2.0},
+    "gentle": {"optim.max_grad_norm": 0.5, "optim.lr": 8e-5, "critic.lr": 8e-4},
+}
+"""Changes to the default, in runs of 20 iterations without audits."""
+VARIANTS |= {name: {"run.iterations": 20} | change for name, change in CHANGES.items()}
 """Settings of each by key."""
 LIMIT, SAMPLES = "limit", 2048
 """Key of a world's limit beside its variants, and the reference's completions that it is estimated from."""
@@ -69,6 +81,7 @@ KEPT = (
     "length",
     "ref_logprob",
     "distinct",
+    "entropy",
     "explained_variance",
     "lam",
     "critic_share",
@@ -141,6 +154,8 @@ def study_settings(variant: str) -> dict[str, Any]:
 
 def audits_of(variant: str) -> dict[int, AuditConfig]:
     """The audits of a variant."""
+    if variant in CHANGES:
+        return {}
     return LARGE if variant == "first 20" else AUDITS
 
 
