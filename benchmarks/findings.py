@@ -13,18 +13,21 @@ from itertools import pairwise
 from typing import Any
 
 from findings_claims import (
+    CHANGE_CLAIMS,
     LADDER,
     LAMBDA_CLAIMS,
     RESAMPLED,
     RETURN,
     SAO,
+    by_change,
+    by_lambda,
     claim_table,
+    claims_by_place,
     critic_free_note,
-    lambda_table,
-    lambda_verdict,
     map_control,
     older_lambda,
     uniform_verdict,
+    verdicts_by_place,
 )
 from findings_figures import (
     at_equal_tokens,
@@ -265,6 +268,18 @@ def tables(found: Studies) -> dict[str, str]:
         "entropy at the end, nats per token": (end, "entropy"),
         "explained variance": (whole, "explained_variance"),
     }
+    changed = {
+        "reward, mean of all iterations": (whole, "reward"),
+        "share of the attainable after 15": (share, "15"),
+        "reward at 1 nat of KL": (at_kl, "1"),
+        "at 2 nats": (at_kl, "2"),
+        "reward at the end": (lately, "reward"),
+        "KL at the end": (lately, "kl"),
+        "log-probability under the reference, nats a token": (lately, "ref_logprob"),
+        "entropy": (lately, "entropy"),
+        "unsteadiness of the reward": (unsteadiness, "reward"),
+    }
+    lambdas_run = by_lambda(found)
     price = ("kl_ent", "kl-1.0", "entropy-0.02", "kl-0.5", "kl-0.5-entropy-0.02", "gae", "gae-1.5")
     return {
         "verdicts": claim_table(found),
@@ -331,9 +346,11 @@ def tables(found: Studies) -> dict[str, str]:
         "humanoid": table(found["humanoid"], explained),
         "lambda": table(found["pendulum"], explained),
         "older-lambda": older_lambda(found),
-        "claims-lambda": lambda_table(found),
-        "verdict-7b": lambda_verdict(found, list(LAMBDA_CLAIMS)[:3]),
-        "verdict-9": lambda_verdict(found, list(LAMBDA_CLAIMS)[3:]),
+        "claims-lambda": claims_by_place(lambdas_run, LAMBDA_CLAIMS),
+        "verdict-7b": verdicts_by_place(lambdas_run, LAMBDA_CLAIMS, list(LAMBDA_CLAIMS)[:3]),
+        "verdict-9": verdicts_by_place(lambdas_run, LAMBDA_CLAIMS, list(LAMBDA_CLAIMS)[3:]),
+        "changes": table(by_world(found["changes"]), changed),
+        "claims-changes": claims_by_place(by_change(found["changes"]), CHANGE_CLAIMS),
         "scaling": table(
             found["scaling"],
             {

@@ -18,6 +18,7 @@ from findings_measures import (
     gained,
     has,
     judged,
+    lately,
     share,
     unsteadiness,
     whole,
@@ -53,6 +54,17 @@ LAMBDA_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
     ),
 }
 """Claims on λ: what is measured, and pairs of λ of which the first is above the second if the claim holds."""
+CHANGE_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
+    "a lower price of KL learns faster": (whole, [("kl 0.025", "base", "reward")]),
+    "more entropy learns faster": (whole, [("entropy 0.01", "base", "reward")]),
+    "both learn faster than the lower price alone": (whole, [("kl_ent", "kl 0.025", "reward")]),
+    "clip 0.3 speeds up": (whole, [("clip 0.3", "base", "reward")]),
+    "clip 0.1 slows down": (whole, [("base", "clip 0.1", "reward")]),
+    "temperature 2.0 ruins the text": (lately, [("base", "temperature 2", "ref_logprob")]),
+    "gentle steps are steadier": (unsteadiness, [("base", "gentle", "reward")]),
+}
+"""Claims on changes to the default, for each world, as those on λ."""
+WORLDS = {"builtin": "built-in reviews", "trec": "questions", "subj": "film sentences"}
 
 
 def by_lambda(studies: Studies) -> dict[str, Study]:
@@ -65,22 +77,28 @@ def by_lambda(studies: Studies) -> dict[str, Study]:
     return sorted_
 
 
-def lambda_table(studies: Studies) -> str:
-    """A line per claim on λ: its verdict and differences in each environment."""
-    places = by_lambda(studies)
+def by_change(study: Mapping[str, Study]) -> dict[str, Study]:
+    """The runs of each change, by the title of the world."""
+    return {title: study[world] for world, title in WORLDS.items() if world in study}
+
+
+def claims_by_place(places: Mapping[str, Study], claims: Mapping[str, tuple[Measure, Sequence[Comparison]]]) -> str:
+    """A line per claim: its verdict and differences in each environment or world."""
     lines = ["| claim | " + " | ".join(places) + " |", "|" + "---|" * (len(places) + 1)]
-    for text, claim in LAMBDA_CLAIMS.items():
+    for text, claim in claims.items():
         cells = [f"{words}: {'; '.join(shown)}" for words, shown in (judged(x, *claim) for x in places.values())]
         lines.append(f"| {text} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def lambda_verdict(studies: Studies, claims: Sequence[str]) -> str:
-    """The verdicts on some claims on λ in a line."""
+def verdicts_by_place(
+    places: Mapping[str, Study], claims: Mapping[str, tuple[Measure, Sequence[Comparison]]], names: Sequence[str]
+) -> str:
+    """The verdicts on some of the claims in a line."""
     texts = []
-    for claim in claims:
-        verdicts = {place: judged(study, *LAMBDA_CLAIMS[claim])[0] for place, study in by_lambda(studies).items()}
-        texts.append(f"{claim}: " + ", ".join(f"{text} on {place}" for place, text in verdicts.items()))
+    for name in names:
+        verdicts = {place: judged(study, *claims[name])[0] for place, study in places.items()}
+        texts.append(f"{name}: " + ", ".join(f"{text} on {place}" for place, text in verdicts.items()))
     return "; ".join(texts)
 
 
