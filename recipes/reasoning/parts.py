@@ -5,15 +5,15 @@ import torch
 from tokencredit.core import group_relative
 
 
-def with_positive_nll(ratio, logprobs, advantages, returns, mask, clip, coef=0.1):
-    """PPO's loss, and `coef` times the mean −log π over tokens of solved problems (VAPO, arXiv 2504.05118).
+def with_positive_nll(ratio, logprobs, advantages, returns, clip, coef=0.1):
+    """PPO's loss, and `coef` times −log π at tokens of solved problems (VAPO, arXiv 2504.05118).
 
-    The mean is over a minibatch. Returns must be λ = 1's without a KL in the reward: then each is the row's reward.
+    VAPO divides by the tokens of solved problems; here the mean is over all tokens, as that of PPO's loss, so that it
+    does not depend on micro-batches. Returns must be λ = 1's without a KL in the reward: then each is its row's reward.
     """
     low, high = clip
     surrogate = -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    solved = mask & (returns > 0.5)
-    positive_nll = -logprobs * solved * (mask.sum() / solved.sum().clamp(min=1))
+    positive_nll = -logprobs * (returns > 0.5)
     return surrogate + coef * positive_nll, {"positive_nll": positive_nll}
 
 
