@@ -9,10 +9,11 @@ function, and its number of tokens. All run on one thread with the main job's se
 of 24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, a KL coefficient of 0.05 nats per sequence. `ours`
 is the default, in bfloat16 where the CPU has its instructions; TRL's models are in float32. Differences of TRL:
 
-- The rate decays to 0 and not to a tenth, without a warm-up.
+- `ours` scores the prefixes of completions too, where the reward can: equal tokens are not equal calls of the reward.
+- The rate decays to 0 and not to a tenth, without a warm-up. No rate was tuned for TRL.
 - `ppo`: λ = 0.95, a critic of the policy's size, initialised from it, with the policy's rate, no gradient clipping.
 - `grpo`, `rloo`: groups of 8 completions. RLOO takes the KL from the reward, as we do. GRPO has it in the loss (k3);
-  rewards are not divided by the group's deviation, so that its β is a price in units of the reward too.
+  rewards are not divided by the group's deviation, its default, so that its β is a price in units of the reward too.
 
 Reward and KL (whole distributions, summed over tokens) of each batch as it was sampled, and at the end of 256 fresh
 completions, are measured by one function, whose time does not count; the batches of `ours` have the run's metrics,
@@ -91,7 +92,7 @@ class World:
         return AutoModelForCausalLM.from_pretrained(folder or self.policy, dtype=torch.float32).eval()
 
     def rows(self, number: int) -> list[str]:
-        """So many prompts, in turns."""
+        """The first `number` prompts, cycled."""
         return [self.prompts[row % len(self.prompts)] for row in range(number)]
 
     @torch.no_grad()

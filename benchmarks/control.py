@@ -10,13 +10,14 @@ deviations, advantages normalised per minibatch and one gradient norm over actor
 
 - Our environments reset in a step of their own, which counts in the budget: one step per episode.
 - The last observation of an episode enters our statistics of observations, not theirs.
-- Whitening divides by √(σ² + 1e-8) with us, by σ + 1e-8 with them.
-- The same seed gives other random numbers.
+- Whitening divides by √(σ² + 1e-8) with us, by σ + 1e-8 with them, whose σ² has n − 1 in the divisor.
+- The same seed gives other random numbers, and other episodes of the evaluation.
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,15 +25,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from findings_measures import difference
 from scipy import stats
 
+import tokencredit
 from tokencredit.learn.optim import schedule
 from tokencredit.provenance.environment import repository
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import flat
+from tokencredit.settings.reader import read_yaml
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "control"
-WANTED = {"cartpole": 475.0, "acrobot": -90.0, "pendulum": 900.0, "lunarlander": 200.0}
-"""Return on each seed."""
+TARGETS = {"cartpole": 475.0, "acrobot": -90.0, "pendulum": 900.0, "lunarlander": 200.0}
+"""Minimum return per seed."""
 GREEDY = {"cartpole": (495, 505)}
 CLEANRL = {
     "cartpole": (490.04, 6.12, "CartPole-v1, 500,000"),
@@ -55,16 +60,34 @@ ZOO = {
     "walker2d": (3478.798, 821.708, "Walker2d-v3, 1,000,000"),
 }
 """PPO's greedy return, deviation over the episodes of its one run, environment and steps: benchmark.md of
-rl-baselines3-zoo at 22e3ff24. Its settings are tuned per environment, ours are not, except for LunarLander."""
+rl-baselines3-zoo at 22e3ff24. Its settings are tuned per environment; LunarLander's are ours."""
+READ = {
+    "env.id",
+    "env.number",
+    "env.normalize_observations",
+    "env.normalize_rewards",
+    "env.clip",
+    "steps",
+    "agent.hidden",
+}
+READ |= {"advantage.gamma", "advantage.lam", "ppo.epochs", "ppo.minibatches", "ppo.clip", "ppo.entropy_coef"}
+READ |= {"optim.lr", "optim.eps", "optim.schedule", "optim.warmup", "optim.final_scale", "optim.max_grad_norm"}
+READ |= {"critic.coef", "eval.episodes", "run.iterations"}
+"""Settings that Stable-Baselines3 is given."""
+SAME = {"advantage.estimator": "gae", "critic.clip": None}
+"""Settings that it has anyway. It has one learning rate, and an evaluation at the end."""
 
 
 def ours(config: ControlConfig, folder: Path) -> dict[str, float]:
     """Train a recipe, as the command does."""
     from tokencredit.control.control_trainer import ControlTrainer
 
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     config.run.dir, config.run.trackers, config.audit.at_end = str(folder), [], False
     ControlTrainer(config).train()
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    if last["iteration"] != config.run.iterations:
+        sys.exit(f"{folder} was stopped after {last['iteration']} of {config.run.iterations} iterations")
     return {"return": last["train/average_return"], "greedy": last["eval/average_return"]}
 
 
@@ -123,13 +146,19 @@ def one(name: str, library: str, seed: int, keep: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
+    recipe = flat(read_yaml(RECIPES / f"{name}.yaml"))
+    same = SAME | {"critic.lr": recipe.get("optim.lr")}
+    other = [key for key, x in recipe.items() if key not in READ | {"eval.every"} and same.get(key, object()) != x]
+    if other:
+        sys.exit(f"{name}.yaml sets {', '.join(other)}, which Stable-Baselines3 is not given")
+    code = repository(Path(tokencredit.__file__).parent) or {"commit": "", "changed_files": 0}
     config = ControlConfig.from_yaml(RECIPES / f"{name}.yaml")
     config.seed = seed
     folder = keep / f"{name}-{library}-{seed}"
     started = time.perf_counter()
     result = {"ours": ours, "theirs": theirs}[library](config, folder)
-    code = repository(Path(__file__).parent) or {"commit": ""}
-    result |= {"seconds": time.perf_counter() - started, "code": code["commit"][:8]}
+    commit = code["commit"][:8] + "+" * (code["changed_files"] > 0)
+    result |= {"seconds": time.perf_counter() - started, "code": commit}
     (keep / f"{folder.name}.json").write_text(json.dumps(result))
 
 
@@ -144,31 +173,23 @@ def spread(results: list[dict[str, float]], key: str) -> str:
     return f"{middle(values):.1f} ({', '.join(f'{x:.1f}' for x in values)})"
 
 
-def interval(own: list[float], other: list[float]) -> tuple[float, float]:
-    """Welch's 95 % confidence interval of the difference of means."""
-    if len({*own}) == len({*other}) == 1:
-        return own[0] - other[0], own[0] - other[0]
-    low, high = stats.ttest_ind(own, other, equal_var=False).confidence_interval()
-    return float(low), float(high)
-
-
-def verdict(name: str, runs: dict[str, list[dict[str, float]]]) -> str:
-    """Each target, and whether it was met."""
+def verdict(name: str, runs: dict[str, list[dict[str, float]]], at: str) -> str:
+    """Each target, and whether it was met; `at` is the environment and the number of steps."""
     own, other = ([result["return"] for result in runs[library]] for library in ("ours", "theirs"))
-    low, high = interval(own, other)
-    if low > 0 or high < 0:
-        beside = "better" if low > 0 else "worse"
-    else:
-        beside = "equal" if high - low < abs(statistics.mean(other)) / 4 else "cannot tell"
+    _, low, high = difference(own, other)
+    beside = "better" if low > 0 else "worse" if high < 0 else "within chance"
+    if beside == "within chance" and not high - low < abs(statistics.mean(other)) / 4:
+        beside = "cannot tell"
     lines = [f"Stable-Baselines3: {beside}"]
-    if published := CLEANRL[name]:
-        lines.append(f"≥ CleanRL's mean: {'yes' if middle(own) >= published[0] else 'no'}")
-    if name in WANTED:
-        lines.append(f"≥ {WANTED[name]:g} on each seed: {'yes' if min(own) >= WANTED[name] else 'no'}")
+    published = CLEANRL[name]
+    if published and published[2] == at:
+        lines.append(f"≥ CleanRL's mean: {'yes' if statistics.mean(own) >= published[0] else 'no'}")
+    if name in TARGETS:
+        lines.append(f"≥ {TARGETS[name]:g} on each seed: {'yes' if min(own) >= TARGETS[name] else 'no'}")
     if name in GREEDY:
-        least, most = GREEDY[name]
-        met = all(least <= result["greedy"] <= most for result in runs["ours"])
-        lines.append(f"greedy within {least} to {most}: {'yes' if met else 'no'}")
+        low, high = GREEDY[name]
+        met = all(low <= result["greedy"] <= high for result in runs["ours"])
+        lines.append(f"greedy within {low} to {high}: {'yes' if met else 'no'}")
     return "; ".join(lines)
 
 
@@ -176,11 +197,12 @@ def table(names: list[str], seeds: list[int], keep: Path) -> None:
     """Print the results of finished runs."""
     print(
         "Returns are interquartile means (seeds). Beside Stable-Baselines3: better or worse if the 95 % interval of "
-        "ours − theirs (Welch) excludes 0, else equal if it is narrower than a quarter of their mean."
+        "the difference of means (Welch) excludes 0; else within chance if it is narrower than a quarter of their "
+        "mean, and otherwise cannot tell. CleanRL's mean is a target in the same environment after as many steps."
     )
     print(
         "\n| recipe | steps | ours | Stable-Baselines3 | ours − theirs, 95 % | greedy: ours | Stable-Baselines3 "
-        "| CleanRL, published | zoo, published, greedy | wanted | code |\n|" + "---|" * 11
+        "| CleanRL, published | zoo, published, greedy | verdicts | code |\n|" + "---|" * 11
     )
     for name in names:
         config = ControlConfig.from_yaml(RECIPES / f"{name}.yaml")
@@ -189,12 +211,14 @@ def table(names: list[str], seeds: list[int], keep: Path) -> None:
             library: [json.loads((keep / f"{name}-{library}-{seed}.json").read_text()) for seed in seeds]
             for library in ("ours", "theirs")
         }
-        low, high = interval(*([result["return"] for result in results] for results in runs.values()))
+        _, low, high = difference(*([result["return"] for result in results] for results in runs.values()))
         published = [f"{x[0]:g} ± {x[1]:g} ({x[2]})" if x else "" for x in (CLEANRL[name], ZOO[name])]
         code = {result.get("code", "before it was recorded") for results in runs.values() for result in results}
         cells = [name, f"{steps:,}", *(spread(results, "return") for results in runs.values())]
         cells += [f"{low:.1f} to {high:.1f}", *(spread(results, "greedy") for results in runs.values()), *published]
-        print(f"| {' | '.join([*cells, verdict(name, runs), ', '.join(sorted(code))])} |")
+        print(
+            f"| {' | '.join([*cells, verdict(name, runs, f'{config.env.id}, {steps:,}'), ', '.join(sorted(code))])} |"
+        )
 
 
 def main() -> None:

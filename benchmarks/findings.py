@@ -87,11 +87,11 @@ README_ROWS = {
 """Rows of the README's table of true credit, and their worlds."""
 
 
-def readme_table(worlds: Mapping[str, Any], truth: Study) -> list[str]:
+def readme_table(worlds: Mapping[str, Any]) -> list[str]:
     """The README's table of true credit, means over seeds; a world without runs has no row.
 
-    Correlations are from the runs of 20 iterations, whose audits are larger. An audit counts by the part of its truth's
-    variance that is not noise, and one that cannot tell does not.
+    Correlations of the default are from the runs of 20 iterations, whose audits are larger. An audit counts by the part
+    of its truth's variance that is not noise, and one that cannot tell does not.
     """
     lines = [
         "| correlation of shown with true advantages | seeds | after 5 iterations | after 10 | after 20 "
@@ -106,7 +106,8 @@ def readme_table(worlds: Mapping[str, Any], truth: Study) -> list[str]:
         )
         for title, world in README_ROWS.items()
     }
-    rows["a learned critic alone, built-in reviews"] = (list(truth.get("learned critic", {}).values()), [])
+    learned = list(kept.get("builtin, learned critic", {}).values())
+    rows["a learned critic alone, built-in reviews"] = (learned, learned)
     for title, (audits, sixty) in rows.items():
         if not audits:
             continue
@@ -147,16 +148,18 @@ def estimate(values: Sequence[float]) -> str:
 
 
 def studies() -> Studies:
-    """All stored studies; `by-world` has the runs of `worlds`, and those of the main job of `truth`."""
+    """All stored studies; `by-world` has the runs of `worlds`, and `main-job` those of 40 iterations in one of them."""
     found = {path.stem: read(path.stem) for path in DATA.glob("*.json")}
     limits = {
         world: {"limit": found["worlds"][world]["limit"]} if world in found["worlds"] else {}
         for world in found["beside-trl"]
     }
-    main_job = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
-    worlds = found["worlds"] | {"builtin": found["worlds"]["builtin"] | main_job}
+    beside = found["beside-trl"]["builtin"]
+    compared = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
+    job = {"default": beside["ours"]} | compared | {"TRL 1.9.2": beside["ppo"]}
     return found | {
-        "by-world": by_world(worlds),
+        "by-world": by_world(found["worlds"]),
+        "main-job": {name.partition(", ")[2]: runs for name, runs in by_world({"": job | limits["builtin"]}).items()},
         "beside-trl": by_world({world: found["beside-trl"][world] | limits[world] for world in limits}),
     }
 
@@ -238,10 +241,8 @@ def tables(found: Studies) -> dict[str, str]:
             "1": "monte_carlo (gae, λ = 1)",
         }.items()
     } | {"group_relative": (audited, "10 group_relative"), "leave_one_out": (audited, "10 leave_one_out")}
-    trl = {"TRL 1.9.2": found["beside-trl"]["builtin, ppo"]}
-    compared = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
-    job = {name: found["by-world"][f"builtin, {name}"] for name in ("default", *compared)}
-    job["TRL 1.9.2"] = trl["TRL 1.9.2"]
+    job = found["main-job"]
+    course_of = {name: job[name] for name in (*MAIN_VARIANTS, "TRL 1.9.2")}
     shares = {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")} | {
         "iterations to a share of 0.8": (until_share, "0.8"),
         "iterations to a reward of 0.9": (reached, "0.9"),
@@ -270,7 +271,6 @@ def tables(found: Studies) -> dict[str, str]:
     }
     changed = {
         "reward, mean of all iterations": (whole, "reward"),
-        "share of the attainable after 15": (share, "15"),
         "reward at 1 nat of KL": (at_kl, "1"),
         "at 2 nats": (at_kl, "2"),
         "reward at the end": (lately, "reward"),
@@ -279,7 +279,7 @@ def tables(found: Studies) -> dict[str, str]:
         "entropy": (lately, "entropy"),
         "unsteadiness of the reward": (unsteadiness, "reward"),
     }
-    lambdas_run = by_lambda(found)
+    lambdas_run, changes = by_lambda(found), found.get("changes", {})
     price = ("kl_ent", "kl-1.0", "entropy-0.02", "kl-0.5", "kl-0.5-entropy-0.02", "gae", "gae-1.5")
     return {
         "verdicts": claim_table(found),
@@ -299,9 +299,9 @@ def tables(found: Studies) -> dict[str, str]:
         "write-up": table_if_run(
             found, "write-up", rewards | language | critic, [("orthogonal-head", "base"), ("stop", "kl_ent")]
         ),
-        "worlds": table(by_world(found["worlds"]), worlds),
+        "worlds": table(found["by-world"], worlds),
         "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
-        "course": table({**compared, **trl}, course, base="learned critic"),
+        "course": table(course_of, course, base="learned critic"),
         "shares": table(job, shares),
         "beside-trl": table(
             found["beside-trl"],
@@ -310,7 +310,7 @@ def tables(found: Studies) -> dict[str, str]:
             | {"reward at the end": (fresh, "reward"), "KL at the end": (fresh, "kl")}
             | {"seconds per iteration": (pace, "clock"), "CPU seconds": (pace, "cpu")},
         ),
-        "lambdas": table({name: runs for name, runs in compared.items() if was_audited(runs)}, lambdas),
+        "lambdas": table({name: job[name] for name in MAIN_VARIANTS if was_audited(job[name])}, lambdas),
         "kl": table(sentiment, rewards, base="base", pairs=there(sentiment, [(name, "base") for name in price])),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),
         "language": table(learning, language, base="base", pairs=[("gentle", "base"), ("temperature-2", "base")]),
@@ -349,8 +349,8 @@ def tables(found: Studies) -> dict[str, str]:
         "claims-lambda": claims_by_place(lambdas_run, LAMBDA_CLAIMS),
         "verdict-7b": verdicts_by_place(lambdas_run, LAMBDA_CLAIMS, list(LAMBDA_CLAIMS)[:3]),
         "verdict-9": verdicts_by_place(lambdas_run, LAMBDA_CLAIMS, list(LAMBDA_CLAIMS)[3:]),
-        "changes": table(by_world(found["changes"]), changed),
-        "claims-changes": claims_by_place(by_change(found["changes"]), CHANGE_CLAIMS),
+        "changes": table(by_world(changes), changed) if changes else NOT_RUN,
+        "claims-changes": claims_by_place(by_change(changes), CHANGE_CLAIMS),
         "scaling": table(
             found["scaling"],
             {

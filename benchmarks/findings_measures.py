@@ -96,10 +96,13 @@ def until_share(run: Run, what: str) -> float:
 
 
 def at_kl(run: Run, what: str) -> float:
-    """Reward where the KL first reached so many nats per sequence; both are means of three iterations."""
+    """Reward where the KL first reached so many nats per sequence, between iterations by a line; means of three."""
+    before = None
     for at in range(3, len(run["kl"]) + 1):
-        if average(run["kl"][at - 3 : at]) >= float(what):
-            return average(run["reward"][at - 3 : at])
+        kl, reward = (average(run[name][at - 3 : at]) for name in ("kl", "reward"))
+        if kl >= float(what):
+            return reward if before is None else float(np.interp(float(what), *zip(before, (kl, reward), strict=True)))
+        before = (kl, reward)
     return math.nan
 
 
@@ -192,8 +195,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
-def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    """The difference of two means with its 95 % interval by Welch's t; NaN where one run alone stands on a side."""
+def difference(one: Sequence[float], other: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """The difference of two means with its interval by Welch's t; NaN where one run alone stands on a side."""
     delta = float(np.mean(one) - np.mean(other)) if one and other else math.nan
     if min(len(one), len(other)) < 2:
         return delta, math.nan, math.nan
@@ -201,7 +204,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, flo
         return delta, delta, delta
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # one side may be equal runs, whose variance is rounding
-        low, high = stats.ttest_ind(one, other, equal_var=False).confidence_interval(0.95)
+        low, high = stats.ttest_ind(one, other, equal_var=False).confidence_interval(level)
     return delta, float(low), float(high)
 
 
@@ -211,12 +214,15 @@ def number(value: float, digits: int = 3, sign: str = "") -> str:
 
 
 def row(study: Study, variant: str, base: str | None, columns: Columns) -> str:
-    """A variant's line of a table: its number of runs, and each figure with its 95 % interval."""
-    cells = []
+    """A variant's line of a table: its number of runs, and each figure with its 95 % interval and, if not all runs have
+    it, their number."""
+    cells, runs = [], len(study[variant])
     for measure, metric in columns.values():
-        mean, half = interval([x for x in figures(study, variant, measure, metric) if math.isfinite(x)])
-        shown = number(mean) if math.isfinite(mean) else "–"  # no figure without a reference model
-        cells.append(shown + (f" ± {number(half, 2)}" if math.isfinite(half) else ""))
+        values = figures(study, variant, measure, metric)
+        mean, half = interval(values)
+        cell = number(mean) if values else "–"  # no figure without a reference model
+        cell += f" ± {number(half, 2)}" if math.isfinite(half) else ""
+        cells.append(cell + f" ({len(values)} of {runs})" * (0 < len(values) < runs))
     if base is not None:
         cells.append("" if variant == base else less(study, variant, base, *next(iter(columns.values()))))
     return f"| {variant} | {len(study[variant])} | " + " | ".join(cells) + " |"
@@ -268,14 +274,16 @@ def was_audited(runs: Mapping[str, Run]) -> bool:
 Studies = Mapping[str, Study]
 
 
-def verdict(differences: Sequence[tuple[float, float, float]]) -> str:
-    """The verdict on a claim that each of these differences, with its 95 % interval, is above 0.
+def verdict(pairs: Sequence[tuple[Sequence[float], Sequence[float]]], all_run: bool = True) -> str:
+    """The verdict on a claim that the mean of each first side is above that of the second.
 
-    It holds if all intervals are above 0, does not hold if one is below 0, and else nobody can tell.
+    It holds if all 95 % intervals of the differences are above 0, and all comparisons were run. It does not hold if one
+    is below 0 at the level 1 − 0.05 / k, of k comparisons: one of many is below 0 by chance. Otherwise: cannot tell.
     """
-    if any(high < 0 for _, _, high in differences):
+    if any(difference(*pair, level=1 - 0.05 / len(pairs))[2] < 0 for pair in pairs):
         return "**does not hold here**"
-    return "**holds here**" if differences and all(low > 0 for _, low, _ in differences) else "cannot tell"
+    holds = pairs and all_run and all(difference(*pair)[1] > 0 for pair in pairs)
+    return "**holds here**" if holds else "cannot tell"
 
 
 def judged(
@@ -283,14 +291,18 @@ def judged(
 ) -> tuple[str, dict[str, tuple[float, float, float]]]:
     """The verdict on a claim, that the figure of each first variant is larger than that of the second.
 
-    With the differences of variants that were run, by a text of each.
+    With the differences of variants that were run, by a text of each. A run without the figure counts as not run.
     """
-    shown = {}
+    pairs, shown, missing = [], {}, False
     for one, other, metric in comparisons:
-        if one in study and other in study:
-            sides = [figures(study, variant, measure, metric) for variant in (one, other)]
-            shown[f"{one} less {other}: {less(study, one, other, measure, metric)}"] = difference(*sides)
-    return verdict([*shown.values()]), shown
+        if one not in study or other not in study:
+            missing = True
+            continue
+        pair = (figures(study, one, measure, metric), figures(study, other, measure, metric))
+        missing |= (len(pair[0]), len(pair[1])) != (len(study[one]), len(study[other]))
+        pairs.append(pair)
+        shown[f"{one} less {other}: {less(study, one, other, measure, metric)}"] = difference(*pair)
+    return verdict(pairs, all_run=not missing), shown
 
 
 def has(study: Study, metric: str) -> bool:

@@ -88,7 +88,7 @@ def run(study: str, seeds: int | None, jobs: int) -> int:
 def keep(study: str, replace: bool = False) -> Path:
     """Write the metrics of all finished runs of a study into one file, by variant and seed; returns the file.
 
-    It is beside kept data, in a folder `new`, unless they are to be replaced.
+    It is beside kept data, in a folder `new`, unless they are to be replaced by no fewer runs.
     """
     kept: dict[str, dict[int, object]] = {}
     for planned in read_sweep(RECIPES / STUDIES[study]):
@@ -108,11 +108,16 @@ def keep(study: str, replace: bool = False) -> Path:
         kept.setdefault(planned.variant, {})[planned.seed] = rows
     text = json.dumps(kept, separators=(",", ":"), ensure_ascii=False).replace('},"', '},\n"')
     file = DATA / f"{study}.json"
-    if file.exists() and not replace:
+    if file.exists() and (not replace or count(json.loads(file.read_text())) > count(kept)):
         file = DATA / "new" / file.name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text + "\n", encoding="utf-8")
     return file
+
+
+def count(kept: Mapping[str, Mapping[int | str, object]]) -> int:
+    """Number of runs."""
+    return sum(len(runs) for runs in kept.values())
 
 
 def planted_credit(folder: Path, run: Run) -> dict[str, float | None]:

@@ -22,11 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tokencredit import Callback, PPOConfig, PPOTrainer
 from tokencredit.provenance.parts import describe
 from tokencredit.settings.fields import flat
+from tokencredit.settings.reader import load_yaml, read_yaml
 from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.training import AuditConfig
 from tokencredit.tools.limit_run import limit
@@ -42,7 +41,7 @@ LARGE = {
 }
 """Audits of `first 20`: the more the policy has learned, the less its states differ, and the more samples it takes."""
 BASE = {"run.iterations": 60, "run.trackers": [], "run.samples": 0, "run.save_every": 0, "audit.at_end": False}
-RECIPE = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "true-credit" / "reviews.yaml").read_text())
+RECIPE = read_yaml(Path(__file__).parents[1] / "recipes" / "true-credit" / "reviews.yaml")
 WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}
 LEARNED = {"critic.prefix_every": 0, "advantage.lam": 0.95}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -121,14 +120,22 @@ def run(world: str, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     audits.began = time.perf_counter()
     trainer.train()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = {name: [float(f"{row[name]:.4g}") for row in rows] for name in KEPT if name in rows[0]}
+    there = {name for row in rows for name in row}
+    metrics = {name: [shorter(row.get(name)) for row in rows] for name in KEPT if name in there}
     clock = [round(x, 2) for x in audits.clock]
     return {"settings": study_settings(variant)} | metrics | {"clock": clock, "audits": summary(audits.found)}
 
 
+def shorter(value: float | None) -> float | None:
+    """Round to four digits; None for what an iteration could not know."""
+    return None if value is None else float(f"{value:.4g}")
+
+
 def world_settings(world: str) -> dict[str, Any]:
     """The settings of a world, `NAME=FOLDER`, or of the built-in one."""
-    folder = world.partition("=")[2]
+    name, _, folder = world.partition("=")
+    if not folder and name != "builtin":
+        sys.exit(f"--worlds {world}: give {world}=FOLDER, as benchmarks/worlds.py builds it")
     settings: dict[str, Any] = json.loads((Path(folder) / "world.json").read_text()) if folder else {}
     return settings
 
@@ -140,7 +147,7 @@ def settings_of(variant: str) -> dict[str, Any]:
     pairs = [text.partition("=") for text in variant.split(",")]
     if not all(equals for _, equals, _ in pairs):
         sys.exit(f"--variants {variant}: give key=value, or one of {', '.join(VARIANTS)}")
-    return {key: yaml.safe_load(value) for key, _, value in pairs}
+    return {key: load_yaml(value) for key, _, value in pairs}
 
 
 def study_settings(variant: str) -> dict[str, Any]:
@@ -196,9 +203,8 @@ def main() -> int:
             for variant in options.variants:
                 keep(options.out, world, variant, seed)
     from findings import readme_table  # which imports Matplotlib
-    from findings_measures import read as kept_study
 
-    print("", *readme_table(read(options.out), kept_study("truth")), sep="\n")
+    print("", *readme_table(read(options.out)), sep="\n")
     return 0
 
 
@@ -231,7 +237,9 @@ def keep_limit(out: Path, world: str) -> None:
 
 def write(out: Path, kept: dict[str, Any]) -> None:
     """Write the figures, a line per run."""
-    out.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+    part.replace(out)
 
 
 def read(out: Path) -> dict[str, Any]:

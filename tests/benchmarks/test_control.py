@@ -44,17 +44,30 @@ def runs(own, other):
     ("own", "verdict"),
     [
         ([5.0, 6.0, 7.0], "worse"),
-        ([98.0, 104.0, 101.0], "equal"),
+        ([98.0, 104.0, 101.0], "within chance"),
         ([60.0, 150.0, 100.0], "cannot tell"),
         ([190.0, 220.0, 200.0], "better"),
     ],
 )
 def test_a_verdict_follows_from_the_interval(own, verdict):
-    assert f"Stable-Baselines3: {verdict};" in control.verdict("cartpole", runs(own, [99.0, 101.0, 103.0]))
+    assert f"Stable-Baselines3: {verdict};" in control.verdict("cartpole", runs(own, [99.0, 101.0, 103.0]), "")
 
 
-def test_equal_returns_have_an_interval_without_width():
-    assert control.interval([1000.0, 1000.0], [1000.0, 1000.0]) == (0.0, 0.0)
+def test_one_seed_gives_no_verdict():
+    assert control.verdict("hopper", runs([5.0], [6.0]), "") == "Stable-Baselines3: cannot tell"
+
+
+def test_a_collapsed_seed_counts_beside_the_published_mean_of_the_same_budget():
+    five = runs([500.0, 500.0, 500.0, 500.0, 420.0], [500.0] * 5)
+    assert "≥ CleanRL's mean: no" in control.verdict("cartpole", five, "CartPole-v1, 500,000")
+    assert "CleanRL" not in control.verdict("cartpole", five, "CartPole-v1, 100,000")
+
+
+def test_a_setting_that_the_other_library_is_not_given_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "cartpole.yaml").write_text(RECIPE + "critic: {clip: 0.2}\n")
+    monkeypatch.setattr(control, "RECIPES", tmp_path)
+    with pytest.raises(SystemExit, match=r"sets critic\.clip, which Stable-Baselines3 is not given"):
+        control.one("cartpole", "theirs", 1, tmp_path)
 
 
 def test_the_middle_of_five_is_the_mean_of_three():

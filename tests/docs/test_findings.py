@@ -20,8 +20,7 @@ def test_the_page_has_the_tables_of_the_kept_metrics():
 
 
 def test_the_readme_has_the_table_that_its_command_prints():
-    found = findings.studies()
-    table = "\n".join(findings.readme_table(found["worlds"], found["truth"]))
+    table = "\n".join(findings.readme_table(findings.studies()["worlds"]))
     assert f"\n\n{table}\n\n" in (findings.PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
 
 
@@ -68,6 +67,7 @@ def test_rungs_have_verdicts_as_far_as_they_were_run():
 def test_the_reward_at_a_kl_is_that_of_the_first_three_iterations_there():
     run = {"reward": [0.1, 0.2, 0.3, 0.4, 0.5], "kl": [0.0, 0.5, 1.0, 1.5, 2.0]}
     assert measures.at_kl(run, "1") == pytest.approx(0.3)
+    assert measures.at_kl(run, "0.6") == pytest.approx(0.22), "a fifth of the way from 0.2 at 0.5 nats"
     assert math.isnan(measures.at_kl(run, "2"))
 
 
@@ -76,12 +76,18 @@ def test_runs_beside_trl_are_judged_in_each_world():
         return {str(seed): {"reward": [height + seed / 100] * 40, "kl": [1.0] * 40} for seed in range(3)}
 
     limit = {"best": 1.0, "reference": 0.1}
-    heights = {"builtin": {"ours": 0.9, "ppo": 0.7}, "trec": {"ours": 0.5, "grpo": 0.6}}
+    heights = {
+        "builtin": {"ours": 0.9, "ppo": 0.7, "grpo": 0.6, "rloo": 0.6},
+        "trec": {"ours": 0.5, "grpo": 0.6},
+        "subj": {"ours": 0.9, "ppo": 0.7},
+    }
     study = {world: {name: runs(x) for name, x in found.items()} | {"limit": limit} for world, found in heights.items()}
     verdicts = claims.verdicts({"beside-trl": measures.by_world(study)})
-    assert verdicts == dict.fromkeys(("17a", "17b"), "**holds here**") | dict.fromkeys(
-        ("17e", "17f"), "**does not hold here**"
-    )
+    assert verdicts == {
+        **dict.fromkeys(("17a", "17b"), "**holds here**"),
+        **dict.fromkeys(("17c", "17d"), "cannot tell"),  # two of three were not run
+        **dict.fromkeys(("17e", "17f"), "**does not hold here**"),
+    }
 
 
 def test_steadiness_looks_at_changes_in_the_second_half():
@@ -89,13 +95,32 @@ def test_steadiness_looks_at_changes_in_the_second_half():
 
 
 def test_a_verdict_asks_for_every_interval():
-    above, over_zero, below = (1.0, 0.5, 1.5), (1.0, -0.5, 2.5), (-1.0, -1.5, -0.5)
+    base, high, like = [1.0, 1.1, 1.2], [2.0, 2.1, 2.2], [1.0, 1.1, 1.3]
+    above, over_zero, below = (high, base), (like, base), (base, high)
     assert measures.verdict([above, above]) == "**holds here**"
     assert measures.verdict([above, over_zero]) == "cannot tell"
+    assert measures.verdict([above], all_run=False) == "cannot tell"
     assert measures.verdict([above, below]) == "**does not hold here**"
-    assert measures.verdict([(1.0, math.nan, math.nan)]) == measures.verdict([]) == "cannot tell"
+    assert measures.verdict([([2.0], [1.0])]) == measures.verdict([]) == "cannot tell"
     assert measures.difference([1000.0] * 3, [1000.0] * 3) == (0.0, 0.0, 0.0)
-    assert measures.verdict([(0.0, 0.0, 0.0)]) == "cannot tell", "equal runs"
+    assert measures.verdict([([1000.0] * 3, [1000.0] * 3)]) == "cannot tell", "equal runs"
+
+
+def test_one_of_many_comparisons_does_not_refute_a_claim():
+    """An interval of a single comparison that is just below 0 is no surprise among twenty."""
+    low, high = [1.0, 1.2, 1.4, 1.6, 1.8], [1.5, 1.7, 1.9, 2.1, 2.3]
+    assert measures.difference(low, high)[2] < 0
+    assert measures.verdict([(low, high)]) == "**does not hold here**"
+    assert measures.verdict([(low, high)] * 20) == "cannot tell"
+
+
+def test_a_claim_holds_only_if_all_runs_have_its_figure():
+    runs = {str(seed): {"reward": [0.5 + seed / 100] * 40, "kl": [1.0] * 40} for seed in range(3)}
+    some = {seed: run | ({} if seed == "0" else {"kl": [3.0] * 40}) for seed, run in runs.items()}
+    study = {"a": {seed: run | {"reward": [0.9] * 40} for seed, run in runs.items()}, "b": runs, "c": some}
+    assert measures.judged(study, measures.whole, [("a", "b", "reward")])[0] == "**holds here**"
+    assert measures.judged(study, measures.whole, [("a", "b", "reward"), ("a", "d", "reward")])[0] == "cannot tell"
+    assert measures.row(study, "c", None, {"x": (measures.at_kl, "2")}) == "| c | 3 | 0.515 ± 0.064 (2 of 3) |"
 
 
 def test_verdicts_on_lambda_follow_the_runs_of_the_recipes():
