@@ -188,13 +188,13 @@ def tables(found: Studies) -> dict[str, str]:
     rewards = {
         "reward, mean of all iterations": (whole, "reward"),
         "reward at the end": (end, "reward"),
-        "KL at the end, nats a sequence": (end, "kl"),
+        "KL at the end, nats per sequence": (end, "kl"),
         "unsteadiness of the reward": (unsteadiness, "reward"),
     }
     language = {
         "known words": (end, "known"),
-        "log-probability under the reference, nats a token": (end, "ref_logprob"),
-        "entropy, nats a token": (end, "entropy"),
+        "log-probability under the reference, nats per token": (end, "ref_logprob"),
+        "entropy, nats per token": (end, "entropy"),
         "length, tokens": (end, "length"),
         "distinct pairs of tokens": (end, "distinct_2"),
     }
@@ -275,7 +275,7 @@ def tables(found: Studies) -> dict[str, str]:
         "at 2 nats": (at_kl, "2"),
         "reward at the end": (lately, "reward"),
         "KL at the end": (lately, "kl"),
-        "log-probability under the reference, nats a token": (lately, "ref_logprob"),
+        "log-probability under the reference, nats per token": (lately, "ref_logprob"),
         "entropy": (lately, "entropy"),
         "unsteadiness of the reward": (unsteadiness, "reward"),
     }
@@ -358,10 +358,10 @@ def tables(found: Studies) -> dict[str, str]:
                 "reward, first iteration": (first, "reward"),
                 "known words at the end": (end, "known"),
                 "known words, first iteration": (first, "known"),
-                "log-probability under the reference, nats a token": (end, "ref_logprob"),
-                "entropy at the end, nats a token": (end, "entropy"),
+                "log-probability under the reference, nats per token": (end, "ref_logprob"),
+                "entropy at the end, nats per token": (end, "entropy"),
                 "entropy, first iteration": (first, "entropy"),
-                "KL at the end, nats a sequence": (end, "kl"),
+                "KL at the end, nats per sequence": (end, "kl"),
             },
             pairs=[("large", "tiny")],
         ),

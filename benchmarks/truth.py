@@ -1,4 +1,4 @@
-"""Truth of the credit, and what is attained: runs in several worlds, audited during training, over several seeds.
+"""Audit credit during training, and measure the objective, in several worlds over several seeds.
 
     python benchmarks/truth.py [--worlds builtin subj=FOLDER trec=FOLDER] [--variants default …] [--seeds 1 2 3 4 5]
 
@@ -59,6 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "group_relative": {"advantage.estimator": "group_relative", **WITHOUT_CRITIC},
     "leave_one_out": {"advantage.estimator": "leave_one_out", **WITHOUT_CRITIC},
 }
+"""Settings of each by key."""
 CHANGES: dict[str, dict[str, Any]] = {
     "base": {},
     "kl 0.025": {"kl.coef": 0.025},
@@ -71,7 +72,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """Changes to the default, in runs of 20 iterations without audits."""
 VARIANTS |= {name: {"run.iterations": 20} | change for name, change in CHANGES.items()}
-"""Settings of each by key."""
 LIMIT, SAMPLES = "limit", 2048
 """Key of a world's limit beside its variants, and the reference's completions that it is estimated from."""
 KEPT = (
