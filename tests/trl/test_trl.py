@@ -255,6 +255,7 @@ def test_defaults_are_trls_of_the_version_whose_names_are_set():
     assert (new.response_length, new.learning_rate, new.seed, new.kl_coef, new.lam) == (53, 3e-6, 42, 0.05, 0.95)
     assert (old.batch_size, old.learning_rate, old.seed, old.target, old.ppo_epochs) == (128, 1.41e-5, 0, 6.0, 4)
     settings, _ = settings_of(new, old=False, rows=64)
+    assert settings["seed"] == new.seed == 42
     assert settings["rollout.max_new_tokens"] == 53
     assert settings["run.iterations"] == 24  # 3 epochs of 64 rows in batches of 8
     assert settings["rollout.temperature"] == 0.7

@@ -20,7 +20,7 @@ from tokencredit.settings.text import PPOConfig as Settings
 
 NEW: dict[str, Any] = {
     **TRL.defaults,
-    **{"local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "whiten_rewards": False, "seed": 42},
+    **{"local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "whiten_rewards": False},
     **{"ds3_gather_for_generation": True, "push_to_hub": False, "output_dir": "trainer_output"},
     **dict.fromkeys(("stop_token", "bf16")),
     **dict.fromkeys(("sft_model_path", "reward_model_path"), "EleutherAI/pythia-160m"),
