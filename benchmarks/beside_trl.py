@@ -9,6 +9,7 @@ function, and its number of tokens. All run on one thread with the main job's se
 of 24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, a KL coefficient of 0.05 nats per sequence. `ours`
 is the default, in bfloat16 where the CPU has its instructions; TRL's models are in float32. Differences of TRL:
 
+- Advantages of `ours` and `ppo` are whitened. RLOO clips the ratio of whole completions.
 - `ours` scores the prefixes of completions too, where the reward can: equal tokens are not equal calls of the reward.
 - The rate decays to 0 and not to a tenth, without a warm-up. No rate was tuned for TRL.
 - `ppo`: λ = 0.95, a critic of the policy's size, initialised from it, with the policy's rate, no gradient clipping.

@@ -350,7 +350,7 @@ def tables(found: Studies) -> dict[str, str]:
         "verdict-7b": verdicts_by_place(lambdas_run, LAMBDA_CLAIMS, list(LAMBDA_CLAIMS)[:3]),
         "verdict-9": verdicts_by_place(lambdas_run, LAMBDA_CLAIMS, list(LAMBDA_CLAIMS)[3:]),
         "changes": table(by_world(changes), changed) if changes else NOT_RUN,
-        "claims-changes": claims_by_place(by_change(changes), CHANGE_CLAIMS),
+        "claims-changes": claims_by_place(by_change(changes), CHANGE_CLAIMS) if changes else NOT_RUN,
         "scaling": table(
             found["scaling"],
             {
