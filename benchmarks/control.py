@@ -167,9 +167,9 @@ def middle(values: list[float]) -> float:
     return float(stats.trim_mean(values, 0.25))
 
 
-def spread(results: list[dict[str, float]], key: str) -> str:
-    """Interquartile mean over seeds, and each seed's result."""
-    values = [result[key] for result in results]
+def spread(results: list[dict[str, float]]) -> str:
+    """Interquartile mean of the returns over seeds, and each seed's."""
+    values = [result["return"] for result in results]
     return f"{middle(values):.1f} ({', '.join(f'{x:.1f}' for x in values)})"
 
 
@@ -201,9 +201,10 @@ def table(names: list[str], seeds: list[int], keep: Path) -> None:
         "mean, and otherwise cannot tell. CleanRL's mean is a target in the same environment after as many steps."
     )
     print(
-        "\n| recipe | steps | ours | Stable-Baselines3 | ours − theirs, 95 % | greedy: ours | Stable-Baselines3 "
-        "| CleanRL, published | zoo, published, greedy | verdicts | code |\n|" + "---|" * 11
+        "\n| recipe | steps | ours | Stable-Baselines3 | ours − theirs, 95 % | greedy, ours and theirs "
+        "| CleanRL, published | zoo, published, greedy | verdicts |\n|" + "---|" * 9
     )
+    code = set()
     for name in names:
         config = ControlConfig.from_yaml(RECIPES / f"{name}.yaml")
         steps = config.run.iterations * config.steps * config.env.number
@@ -213,12 +214,12 @@ def table(names: list[str], seeds: list[int], keep: Path) -> None:
         }
         _, low, high = difference(*([result["return"] for result in results] for results in runs.values()))
         published = [f"{x[0]:g} ± {x[1]:g} ({x[2]})" if x else "" for x in (CLEANRL[name], ZOO[name])]
-        code = {result.get("code", "before it was recorded") for results in runs.values() for result in results}
-        cells = [name, f"{steps:,}", *(spread(results, "return") for results in runs.values())]
-        cells += [f"{low:.1f} to {high:.1f}", *(spread(results, "greedy") for results in runs.values()), *published]
-        print(
-            f"| {' | '.join([*cells, verdict(name, runs, f'{config.env.id}, {steps:,}'), ', '.join(sorted(code))])} |"
-        )
+        code |= {result.get("code", "before it was recorded") for results in runs.values() for result in results}
+        greedy = (f"{middle([result['greedy'] for result in results]):.1f}" for results in runs.values())
+        cells = [name, f"{steps:,}", *(spread(results) for results in runs.values())]
+        cells += [f"{low:.1f} to {high:.1f}", ", ".join(greedy), *published]
+        print(f"| {' | '.join([*cells, verdict(name, runs, f'{config.env.id}, {round(steps, -4):,}')])} |")
+    print(f"\nCode: {', '.join(sorted(code))}")
 
 
 def main() -> None:

@@ -29,8 +29,9 @@ def test_both_libraries_run_a_recipe_and_the_table_judges_them(monkeypatch, tmp_
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["", "--keep", str(tmp_path), "--recipes", "cartpole", "--seeds", "1", "2"])
     control.main()  # finds them finished
-    header, line, row = capsys.readouterr().out.splitlines()[-3:]
-    assert header.count("|") == line.count("|") == row.count("|") == 12
+    header, line, row, _, code = capsys.readouterr().out.splitlines()[-5:]
+    assert header.count("|") == line.count("|") == row.count("|") == 10
+    assert code.startswith("Code: ")
     assert row.startswith("| cartpole | 256 | ")
     assert "490.04 ± 6.12 (CartPole-v1, 500,000) | 500 ± 0 (CartPole-v1, 100,000)" in row
     assert "≥ 475 on each seed: no" in row
