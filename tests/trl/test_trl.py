@@ -265,11 +265,61 @@ def test_defaults_are_trls_of_the_version_whose_names_are_set():
     assert settings["optim.schedule"] == "constant"
 
 
+def test_each_process_gets_a_batch_of_its_own():
+    settings, _ = settings_of(PPOConfig(output_dir="out"), old=False, rows=64, world_size=2)
+    assert (settings["rollout.batch_size"], settings["run.iterations"]) == (16, 12)
+
+
+@pytest.mark.parametrize(
+    ("old", "names", "message"),
+    [
+        (False, {"init_kl_coef": 0.5, "ppo_epochs": 1}, "init_kl_coef, ppo_epochs: TRL's up to 0.11; this"),
+        (True, {"kl_coef": 0.5}, "kl_coef: TRL's from 0.12 on; this trainer is that of TRL up to 0.11"),
+        (False, {"use_cpu": True}, "use_cpu: it has no counterpart here; leave them out"),
+        (False, {"optim_args": "betas=(0.9,0.95)"}, "optim_args: it has no counterpart here; leave them out"),
+    ],
+)
+def test_a_name_that_would_be_ignored_is_refused(old, names, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        settings_of(PPOConfig(output_dir="out", **names) if not old else PPOConfig(**names), old=old, rows=64)
+
+
+def test_names_without_effect_are_listed():
+    _, lines = settings_of(PPOConfig(output_dir="out", data_seed=3, max_steps=5), old=False, rows=64)
+    assert "data_seed: it has no counterpart here" in lines
+    assert "max_steps: TRL's PPO does not read it, and neither does this" in lines
+
+
+def test_a_trainer_shows_what_it_computed_and_the_defaults_of_its_version(here, tokenizer):
+    args = PPOConfig(output_dir="out", per_device_train_batch_size=4, batch_size=None, mini_batch_size=2)
+    assert (args.seed, args.learning_rate) == (42, 3e-6), "both versions have mini_batch_size"
+    with pytest.warns(UserWarning, match="mini_batch_size: computed there"):
+        trainer = training(tokenizer, None, args=args, value_model=None)
+    assert (args.batch_size, args.num_total_batches, args.total_episodes, args.world_size) == (4, 6, 24, 1)
+    assert trainer.state.max_steps == 6
+    loop = stepping(tokenizer, gamma=0.9)
+    assert (loop.config.seed, loop.config.kl_penalty) == (0, "kl")
+    loop.close()
+
+
 def test_the_flags_of_trls_scripts_are_parsed():
-    flags = ["--output_dir", "out", "--total_episodes", "100", "--stop_token", "eos", "--learning_rate", "1e-5"]
+    flags = [
+        "--num_train_epochs",
+        "0.5",
+        "--output_dir",
+        "out",
+        "--total_episodes",
+        "100",
+        "--stop_token",
+        "eos",
+        "--learning_rate",
+        "1e-5",
+    ]
     (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses([*flags, "--whiten_rewards", "--bf16", "False"])
     assert (args.total_episodes, args.stop_token, args.learning_rate, args.bf16) == (100, "eos", 1e-5, False)
+    assert args.num_train_epochs == 0.5
     assert args.to_dict().keys() == {
+        "num_train_epochs",
         "output_dir",
         "total_episodes",
         "stop_token",
@@ -283,6 +333,8 @@ def test_the_flags_of_trls_scripts_are_parsed():
 def test_what_would_train_something_else_is_refused(here, tokenizer):
     with pytest.raises(ConfigError, match=r"adam_beta1"):
         settings_of(PPOConfig(output_dir="out", adam_beta1=0.5), old=False, rows=8)
+    with pytest.raises(ConfigError, match="missing_eos_penalty needs stop_token='eos' here"):
+        training(tokenizer, None, args=PPOConfig(output_dir="out", missing_eos_penalty=1.0))
     with pytest.raises(ConfigError, match=r"optim.schedule .*polynomial"):
         training(tokenizer, None, args=PPOConfig(output_dir="out", lr_scheduler_type="polynomial"))
     with pytest.raises(ConfigError, match="optimizers would train otherwise"):

@@ -113,8 +113,9 @@ def of_optimizer(optimizer: Any) -> dict[str, Any]:
         return {}
     groups: list[Any] = list(getattr(optimizer, "param_groups", ()))
     plain = isinstance(optimizer, torch.optim.AdamW) or type(optimizer) is torch.optim.Adam
-    if not plain or len(groups) != 1 or groups[0]["betas"] != (0.9, 0.999):
-        raise ConfigError(f"optimizer is {type(optimizer).__name__}; Adam or AdamW with one group is honoured")
+    other = not plain or len(groups) != 1 or groups[0]["betas"] != (0.9, 0.999)
+    if other or groups[0]["amsgrad"] or groups[0]["maximize"]:
+        raise ConfigError(f"optimizer is {type(optimizer).__name__}; plain Adam or AdamW with one group is honoured")
     if groups[0]["weight_decay"] and not isinstance(optimizer, torch.optim.AdamW):
         raise ConfigError("optimizer is Adam with weight_decay; only AdamW's is honoured")
     rate, decay = groups[0]["lr"], groups[0]["weight_decay"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, field, fields, make_dataclass
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from transformers import TrainingArguments
@@ -45,15 +46,26 @@ UNSET = {
 }
 """Names of either age by the type of their values, whose default is None or computed."""
 INHERITED = TrainingArguments.__dataclass_fields__
-ONLY_OLD = {*OLD, "exp_name", "log_with", "score_clip", "forward_batch_size"} - {*NEW, *INHERITED}
+BOTH = {"batch_size", "mini_batch_size", "world_size"}
+ONLY_OLD = {*OLD, "exp_name", "log_with", "score_clip", "forward_batch_size"} - {*NEW, *INHERITED, *BOTH}
 """Names of TRL up to 0.11 that later versions do not set."""
+ONLY_NEW = {*NEW, "total_episodes", "missing_eos_penalty", "stop_token_id"} - {*OLD, *INHERITED, *BOTH}
+"""Names of TRL from 0.12 on that are not TrainingArguments' either."""
 FOR_LOGS = ("model.name", "critic.name", "reward", "prompts.dataset", "eval.every")
 """Keys that arguments of the trainer decide, or a script; TRL's PPO reads none of their names, and never evaluates."""
 HARMLESS = ("ppo.micro_batch_tokens", "eval.samples", "model.dtype", "rollout.stop", "run.trackers")
 """Keys whose value may stay open: the same is learned."""
 HONOURED = ("model_adapter_name", "ref_adapter_name")
 """Names without a counterpart that the trainer reads."""
-ESSENTIAL = ("adam_beta1", "adam_beta2", "is_encoder_decoder", "deepspeed", "max_steps")
+ESSENTIAL = (
+    "adam_beta1",
+    "adam_beta2",
+    "is_encoder_decoder",
+    "deepspeed",
+    "lr_scheduler_kwargs",
+    "optim_args",
+    "use_cpu",
+)
 """Names without a counterpart that change what is learned."""
 
 
@@ -62,7 +74,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
     plain: dict[str, Any] = {}
     for name, hint in get_type_hints(TrainingArguments).items():
         plain[name] = next((kind for kind in (bool, int, float) if hint in (kind, kind | None)), str)
-    plain |= {name: type(value) for name, value in (OLD | NEW).items()}
+    plain |= {name: type(value) for name, value in (OLD | NEW).items() if name not in plain}
     plain |= {name: kind for kind, names in UNSET.items() for name in names.split()}
     # A flag that is off by default needs no value after it.
     types = {name: bool if kind is bool and default_of(name) is False else kind | None for name, kind in plain.items()}
@@ -108,6 +120,9 @@ def further(config: Any) -> dict[str, Any]:
 class Names:
     """The behaviour of `PPOConfig`: what a script sets, and TRL's defaults for the rest."""
 
+    _used: Mapping[str, Any] = MappingProxyType({})
+    _old: bool | None = None
+
     def __new__(cls, *_: Any, **names: Any) -> Any:
         """Refuse names that TRL does not have."""
         refuse_unknown("PPOConfig", names, cls.__dataclass_fields__)  # type: ignore[attr-defined]
@@ -124,16 +139,20 @@ class Names:
         """TRL's default of a name that is not set."""
         if name.startswith("__") or name not in type(self).__dataclass_fields__:  # type: ignore[attr-defined]
             raise AttributeError(f"TRL's PPOConfig has no {name}")
-        return default_of(name, old=self.old)
+        return self._used[name] if name in self._used else default_of(name, old=self.old)
 
     @property
     def old(self) -> bool:
-        """True if the names that are set are those of TRL up to 0.11."""
-        return bool(vars(self).keys() & ONLY_OLD)
+        """True if a trainer of TRL up to 0.11 has it, or before that, if a name of these versions alone is set."""
+        return bool(vars(self).keys() & ONLY_OLD) if self._old is None else self._old
+
+    def use(self, *, old: bool, **computed: Any) -> None:
+        """Show the defaults of a trainer's version, and numbers that it computed."""
+        self._old, self._used = old, computed
 
     def to_dict(self) -> dict[str, Any]:
         """What is set."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name[0] != "_"}
 
 
 PPOConfig: Any = make_dataclass("PPOConfig", _fields(), bases=(Names,), namespace={"__module__": __name__})
@@ -146,15 +165,23 @@ def settings_of(config: Any, *, old: bool, **known: Any) -> tuple[dict[str, Any]
     Raises:
         ConfigError: something that changes what is learned cannot be honoured.
     """
-    project = OLD_TRL if old else TRL
-    given = {name: value for name, value in config.to_dict().items() if project.name_of(name)}
+    project, other = (OLD_TRL, ONLY_NEW) if old else (TRL, ONLY_OLD)
+    set_here = config.to_dict()
+    if strange := [name for name in set_here if name in other]:
+        ages = ("up to 0.11", "from 0.12 on")
+        raise ConfigError(
+            f"{', '.join(sorted(strange))}: TRL's {ages[old]}; this trainer is that of TRL {ages[not old]}"
+        )
+    given = {name: value for name, value in set_here.items() if project.name_of(name)}
     made = translate(project, given | known)
     settings = {key: value for key, value in made.settings.items() if key not in FOR_LOGS}
-    set_here = vars(config).keys()
-    lines = {key: reason for key, reason in made.undecided.items() if key in HARMLESS}
+    lines = {name: "it has no counterpart here" for name in set_here if name not in given and name != "settings"}
+    lines |= {key: reason for key, reason in made.undecided.items() if key in HARMLESS}
     lines |= {name: reason for name, reason in made.without.items() if name in set_here and name not in HONOURED}
     if "eval.every" in made.settings:
         lines["eval_strategy"] = "TRL's PPO does not evaluate, and neither does this"
+    if "max_steps" in set_here:
+        lines["max_steps"] = "TRL's PPO does not read it, and neither does this"
     if config.whiten_rewards:
         lines["whiten_rewards"] = "the scores are divided, and the KL is subtracted after that"
     wrong = {key: reason for key, reason in made.undecided.items() if key not in (*HARMLESS, *FOR_LOGS)}

@@ -160,7 +160,8 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError(f"PPOTrainer needs {', '.join(missing)}")
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
-        settings, lines = settings_of(self.args, old=False, rows=len(train_dataset))
+        world = PartialState().num_processes
+        settings, lines = settings_of(self.args, old=False, rows=len(train_dataset), world_size=world)
         own = fitting(self.tokenizer, self.model)
         settings |= self._stops() | self._critic(own) | {"prompts.column": "input_ids"} | further(self.args)
         # As TRL does; a change is said and written down.
@@ -169,6 +170,9 @@ class TrainingTrainer(PPOTrainer):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
         self.relay = Relay(self, callbacks or ())
         self.state = self.relay.state
+        batch, batches = (int(settings[key]) for key in ("rollout.batch_size", "run.iterations"))
+        self.state.max_steps, totals = batches, {"num_total_batches": batches, "total_episodes": batches * batch}
+        self.args.use(old=False, world_size=world, batch_size=batch, **totals)
         if isinstance(reward_model, nn.Module):
             reward_model = Term("reward_model", 1.0, RewardOfIds(reward_model, self.tokenizer))
         self._choose_adapter()
@@ -221,6 +225,8 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError(f"stop_token is {kind!r}; it must be None or 'eos', and without stop_token_id")
         if token is not None and token != self.tokenizer.eos_token_id:  # an end beside the tokenizer's
             self.model.generation_config.eos_token_id = token
+        if self.args.missing_eos_penalty and kind is None and token is None:
+            raise ConfigError("missing_eos_penalty needs stop_token='eos' here, or every completion counts as cut off")
         return {"rollout.stop_at_eos": kind == "eos" or token is not None}
 
     def _critic(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -266,6 +272,7 @@ class SteppingTrainer(PPOTrainer):
         if num_shared_layers is not None and ref_model is None:
             create_reference_model(model, num_shared_layers)  # freezes the layers
         settings, lines = settings_of(config, old=True)
+        config.use(old=True)
         settings |= {"run.iterations": OPEN_END, "run.save_every": 0} | of_optimizer(optimizer)
         settings.pop("run.dir", None)  # exp_name, which is no folder
         settings |= further(config)
