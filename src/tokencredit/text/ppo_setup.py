@@ -314,7 +314,7 @@ def build_pipeline(
     )
 
 
-def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: Summary) -> None:
+def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: Summary, by_hand: bool) -> None:
     """Write the model card of a run's policy, with its last evaluation and its audit."""
     if not record.main:
         return
@@ -329,6 +329,7 @@ def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: 
         [term.name for term in pipeline.terms],
         summary,
         None if pipeline.player is None else pipeline.player.environments.name,
+        by_hand=by_hand,
         saved=Saved(args.run.push_to_hub or str(folder), str(base), adapter.is_file()),
         evaluation={name: x for name, x in last.items() if name.startswith("eval/") and x is not None},
         audit=read_object(audit, audit.read_bytes())["metrics"] if audit.is_file() else {},

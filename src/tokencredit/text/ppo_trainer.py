@@ -388,7 +388,7 @@ class PPOTrainer(LoopByHand):
         _, *more = folder_names("policy", self.policy.critic)
         summary = self.record.end(stopped_by, self._save, *more, in_all=self.sharded)
         self.auditor.at_end(summary, self.stages, self.record)
-        setup.write_card(self.args, self.pipeline, self.record, summary)
+        setup.write_card(self.args, self.pipeline, self.record, summary, by_hand="prompts" in self.reported)
         write_final_report(self.record)
         self.record.next_steps(setup.next_steps(self.args))
         setup.upload_policy(self.args.run, self.record, stopped_by)

@@ -44,6 +44,7 @@ def model_card(
     summary: Mapping[str, Any],
     environment: str | None = None,
     *,
+    by_hand: bool = False,
     saved: Saved = Saved(),
     evaluation: Mapping[str, float] = MappingProxyType({}),
     audit: Mapping[str, float] = MappingProxyType({}),
@@ -55,6 +56,7 @@ def model_card(
         terms: names of the reward terms.
         summary: of the run.
         environment: name of the environment of episodes of several turns.
+        by_hand: prompts and completions came from calls in Python.
         saved: the model.
         evaluation: metrics of the last evaluation on held-out prompts.
         audit: metrics of an audit at the end.
@@ -69,26 +71,33 @@ def model_card(
     terms = python.pop("reward_funcs", terms)
     own = None if environment or "train_dataset" in python else str(args.prompts.texts())
     prompts = args.prompts.dataset or own
-    source = f"- prompts: {code(prompts)}\n" if prompts else ""
+    source = f"- prompts: {code(prompts)}\n" if prompts and not by_hand else ""
+    source += "- prompts and completions from calls in Python\n" * by_hand
     if environment:
         source += f"- environment: {code(environment)}, at most {args.env.max_turns} turns\n"
     source += "".join(f"- {key} from Python: {', '.join(map(code, parts))}\n" for key, parts in python.items())
     needs = "  # needs peft, and the base model" if saved.adapter else ""
+    kind, rollout = "episodes" if environment else "completions", args.rollout
+    adapted = "" if args.kl.target is None else f" at first, adapted to {args.kl.target:g} nats per sequence"
+    filters = {name: getattr(rollout, name) for name in rollout.filters()}
+    drawn = ", ".join([f"temperature {rollout.temperature:g}", *(f"{name} {x:g}" for name, x in filters.items())])
+    sampling = "" if by_hand else f"- sampling: {drawn}, up to {rollout.max_new_tokens} tokens\n"
+    options = {"temperature": float(rollout.temperature), "top_k": 0} | filters
     version = str((summary.get("environment") or {}).get("versions", {}).get("tokencredit", ""))
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
         f"# {code(args.model.name)}, trained with PPO\n\n"
-        f"Trained by Tokencredit for {summary['iterations']} iterations of {args.rollout.batch_size} "
-        f"{'episodes' if environment else 'completions'}.\n\n"
+        f"Trained by Tokencredit for {summary['iterations']} iterations"
+        f"{'' if by_hand else f' of {rollout.batch_size} {kind}'}.\n\n"
         f"{source}"
-        f"- reward: {', '.join(map(code, terms))}\n"
-        f"- KL coefficient: {args.kl.coef:g}, kl.place {args.kl.place}\n"
-        f"- sampling: temperature {args.rollout.temperature:g}, up to {args.rollout.max_new_tokens} tokens\n"
+        f"- reward: {', '.join(map(code, terms)) or 'scores from calls in Python'}\n"
+        f"- KL coefficient: {args.kl.coef:g}{adapted}, kl.place {args.kl.place}\n"
+        f"{sampling}"
         f"- ended by: {summary['stopped_by']}\n\n"
         "```python\nfrom transformers import pipeline\n\n"
         f'generate = pipeline("text-generation", model={visible(saved.name)!r}){needs}\n'
-        f'print(generate("Your prompt", max_new_tokens={args.rollout.max_new_tokens}, do_sample=True, '
-        f'temperature={float(args.rollout.temperature)}, top_k=0)[0]["generated_text"])\n```\n\n'
+        f'print(generate("Your prompt", max_new_tokens={rollout.max_new_tokens}, do_sample=True, '
+        f'{", ".join(f"{name}={x}" for name, x in options.items())})[0]["generated_text"])\n```\n\n'
         f"{results(args, summary, evaluation, audit)}\n"
         "## Cite\n\n" + "\n".join(bibtex(version)) + "\n"
     )
@@ -106,7 +115,8 @@ def results(
         "attainable_last": "estimated share of what the reward allows at this KL price",
     }
     size = args.eval.samples * args.eval.best_of
-    count = f"{size} completions of held-out prompts"
+    held_out = args.held_out_prompts() is not None or "eval_dataset" in args.python
+    count = f"{size} {'episodes' if args.several_turns() else 'completions'}{' of held-out prompts' * held_out}"
     rows = [(name, f"{value:.4g}", meanings.get(name, "")) for name, value in figures.items()]
     for name, measured in evaluation.items():
         deviation = evaluation.get(name.replace("eval/reward/", "eval/reward_std/")) if "/reward/" in name else None

@@ -1,0 +1,33 @@
+"""The model card: what it says of prompts, sampling, KL coefficient and evaluations."""
+
+from tokencredit import PPOConfig
+from tokencredit.report.paper.card import model_card
+
+SUMMARY = {"iterations": 2, "stopped_by": "iterations"}
+
+
+def test_filters_and_an_adapted_coefficient_are_on_the_card():
+    adapted = model_card(PPOConfig.from_dict({"kl.target": 6.0}), ["length"], SUMMARY)
+    assert "- KL coefficient: 0.05 at first, adapted to 6 nats per sequence, kl.place reward\n" in adapted
+    args = PPOConfig.from_dict({"rollout.top_p": 0.7, "rollout.top_k": 50, "eval.every": 1})
+    card = model_card(args, ["length"], SUMMARY, evaluation={"eval/reward": 0.5})
+    assert "of 64 completions.\n" in card
+    assert "- sampling: temperature 1, top_k 50, top_p 0.7, up to 24 tokens\n" in card
+    assert "do_sample=True, temperature=1.0, top_k=50, top_p=0.7)" in card
+    assert f"| eval/reward | 0.5 | {args.eval.samples} completions |" in card, "prompts of training"
+
+
+def test_evaluations_on_held_out_prompts_are_named_so():
+    args = PPOConfig.from_dict({"eval.every": 1, "eval.text": "I thought that"})
+    card = model_card(args, ["length"], SUMMARY, evaluation={"eval/reward": 0.5})
+    assert "completions of held-out prompts |" in card
+    assert "temperature=1.0, top_k=0)" in card
+
+
+def test_a_loop_by_hand_has_prompts_and_scores_from_python():
+    card = model_card(PPOConfig(), [], SUMMARY, by_hand=True)
+    assert (
+        "for 2 iterations.\n\n- prompts and completions from calls in Python\n- reward: scores from calls in Py" in card
+    )
+    assert "This movie was really" not in card
+    assert "- sampling" not in card
