@@ -97,7 +97,8 @@ def test_the_loop_of_0_11_runs_with_its_statistics_and_saves(here, tokenizer):
     assert summary["stopped_by"] == "close()"
     assert [row["iteration"] for row in read_metrics(folder)] == [1, 2]
     card = (folder / "policy" / "README.md").read_text(encoding="utf-8")
-    assert "- prompts and completions from calls in Python\n- reward: scores from calls in Python\n" in card
+    assert "- prompts and completions from calls in Python\n" in card
+    assert "- reward: scores from calls in Python\n" in card
 
 
 @torch.no_grad()
