@@ -65,6 +65,7 @@ def test_the_messages_on_trls_names_are_the_tables():
                 expected = parts[number] if len(parts) == len(names) > 1 else here
                 assert ", ".join(own or ["none"]) == expected, name
                 assert own or reason == row[2].replace("`", ""), name
+                assert ("the opposite" in reason) == ("the opposite" in row[2]), name
 
 
 def test_every_key_in_the_text_is_there():

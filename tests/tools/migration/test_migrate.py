@@ -7,9 +7,6 @@ from shutil import copytree
 import pytest
 
 from tokencredit.cli import main
-from tokencredit.settings.projects import projects
-from tokencredit.settings.projects.translation import translate
-from tokencredit.settings.projects.trl import OLD_TRL, TRL
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.model_loading import resolve
 from tokencredit.tools.migration.arithmetic import shell_sum
@@ -89,7 +86,7 @@ python3 -m verl.trainer.main_ppo \
 VERL_YAML = """
 actor_rollout_ref:
   model: {path: org/policy}
-  actor: {ppo_epochs: 2, clip_ratio: 0.1, use_fused_kernels: "${oc.select:x,false}"}
+  actor: {ppo_epochs: 2, clip_ratio_low: 0.1, use_fused_kernels: "${oc.select:x,false}"}
 data: {train_files: prompts.parquet, train_batch_size: 128}
 trainer: {total_training_steps: 30}
 """
@@ -140,7 +137,7 @@ def test_each_form_becomes_a_configuration_that_loads(name, tmp_path, capsys):
 def test_a_value_names_its_origin_and_what_is_left_is_said(tmp_path, capsys):
     _, text, told = run(tmp_path, "trl.yaml", TRL_YAML, capsys)
     assert "  lr: 1.0e-05  # learning_rate\n" in text
-    assert "  warmup: 4  # warmup_steps 0 (default), warmup_ratio 0.1\n" in text
+    assert "  warmup: 4  # warmup_steps 0 (default), warmup_ratio 0.1, lr_scheduler_type linear (default)\n" in text
     assert "  temperature: 0.7  # default of TRL: temperature\n" in text
     assert "#   load_best_model_at_end: with eval.every the policy with the best mean score is in best/" in text
     assert "#   an_argument_of_mine: not known" in text
@@ -302,19 +299,12 @@ def test_shell_arithmetic_and_quotes():
     assert len(next(Script().commands(f"A={'x' * 9000}\nrun {'$A' * 9000}"))[1]) == 18_000, "and is not built first"
 
 
-@pytest.mark.parametrize("project", [x for x in projects() if x.values], ids=lambda project: project.title)
-def test_defaults_alone_are_settings_here_or_named(project):
-    made = translate(project, {})
-    assert {"optim.lr", "ppo.epochs"} <= set(made.settings)
-    read = {name for names, _ in project.values.values() for name in names.split() if not name.startswith("=")}
-    assert read - {"rows"} <= set(project.answers) | {"actor.use_dynamic_bsz"}, "a rule reads names of the table"
-    assert set(project.defaults) <= set(project.answers)
-
-
-def test_the_trainers_of_both_ages_differ_as_theirs_do():
-    new, old = translate(TRL, {"whiten_rewards": True}).settings, translate(OLD_TRL, {"early_stopping": True}).settings
-    assert (new["critic.kind"], new["score.normalize"], new["score.shift_mean"]) == ("separate", "batch", False)
-    assert (old["critic.kind"], old["ppo.target_kl"], old["kl.target"]) == ("shared", 1.5, 6.0)
-    assert {"stop.kl", "stop.reward"}.isdisjoint(old), "the first key of several is meant where a rule decides"
-    PPOConfig.from_dict(new)
-    PPOConfig.from_dict(old)
+def test_defaults_without_a_counterpart_are_named(tmp_path, capsys):
+    for name, text, default in (
+        ("swift.sh", SWIFT, "adam_beta2 0.95"),
+        ("openrlhf.sh", OPENRLHF, "actor.adam.betas (0.9, 0.95)"),
+    ):
+        _, text, told = run(tmp_path, name, text, capsys)
+        assert f"#   {default} (default): Adam's are 0.9 and 0.999" in text
+        assert f"{default} (default)" in told
+    assert "adam_beta2 0.95" not in run(tmp_path, "b.sh", SWIFT.replace("zero3", "zero3 --adam_beta2 0.999"), capsys)[1]

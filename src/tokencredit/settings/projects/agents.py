@@ -79,7 +79,7 @@ ANY = Project(
         "rollout.max_new_tokens": "max_tokens max_gen_len",
         "rollout.min_new_tokens": "min_tokens",
         "rollout.stop": "stop_strings stop_sequences stop_words",
-        "rollout.stop_at_eos": "ignore_eos",
+        "rollout.stop_at_eos (the opposite)": "ignore_eos",
         "rollout.engine_memory": "vllm_gpu_memory_utilization",
         "prompts.dataset": "train_files dataset",
         "prompts.column": "prompt_key input_key",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from tokencredit.settings.projects.translation import Project
-from tokencredit.settings.projects.trl import ADAPTER, BATCH, OLD_TRL, TRAINING_ARGUMENTS, TRL
+from tokencredit.settings.projects.trl import ADAPTER, BATCH, OLD_TRL, TRAINING_ARGUMENTS, TRL, optimizer_steps
 from tokencredit.settings.projects.values import (
     DEFAULT,
     Without,
@@ -32,6 +33,12 @@ def own_dataset(names: Any) -> Any:
 def chat(template: Any) -> Any:
     """The role of plain prompts, which LLaMA-Factory makes messages of by a template."""
     return DEFAULT if template in ("default", "empty") else "user"
+
+
+def lora_rank(kind: Any, rank: Any) -> Any:
+    """The rank of an adapter, none if all weights are trained."""
+    reason = DEFAULT if kind == "full" else Without(f"{kind} there; full or lora here")
+    return rank if kind == "lora" else reason
 
 
 LLAMA_FACTORY = Project(
@@ -84,7 +91,7 @@ LLAMA_FACTORY = Project(
                 Without("an API; give a function that calls it") if kind == "api" else reward_models(names)
             ),
         ),
-        "model.lora.rank": ("finetuning_type lora_rank", lambda kind, number: number if kind == "lora" else DEFAULT),
+        "model.lora.rank": ("finetuning_type lora_rank", lora_rank),
         "model.lora.alpha": ("lora_alpha lora_rank", lambda alpha, number: float(alpha or 2 * number)),
         "model.dtype": ("bf16 fp16 pure_bf16", lambda bf16, fp16, pure: dtype(bf16 or pure, fp16)),
         "score.normalize": ("ppo_score_norm ppo_whiten_rewards", lambda n, w: "running" if n else whitened(w)),
@@ -109,6 +116,12 @@ LLAMA_FACTORY = Project(
     },
 )
 
+
+def accumulation(rows: Any, steps: Any, processes: Any) -> int:
+    """Gradient accumulation steps of ms-swift, by default as many as give 16 rows per step."""
+    return int(steps or max(1, math.ceil(16 / rows / (processes or 1))))
+
+
 SWIFT = replace(
     TRL,
     title="ms-swift",
@@ -116,7 +129,7 @@ SWIFT = replace(
     names=dict(TRL.names)
     | {
         "model.name": "adapters model model_name_or_path model_id_or_path",
-        "model.lora.rank": "tuner_type train_type sft_type lora_rank",
+        "model.lora.rank": "tuner_type lora_rank",
         "model.lora.target_modules": "target_modules",
         "model.dtype": "torch_dtype bf16 fp16",
         "model.quantization": "quant_bits",
@@ -135,20 +148,30 @@ SWIFT = replace(
         "gradient_checkpointing_kwargs overwrite_cache ddp_find_unused_parameters use_cache attn_implementation",
         "none (files are on the Hugging Face hub or in folders)": "use_hf model_revision hub_token",
     },
-    values={key: rule for key, rule in TRL.values.items() if key not in {"model.name", *ADAPTER}}
+    aliases={"sft_type": "tuner_type", "train_type": "tuner_type"},
+    values=dict.fromkeys(
+        ("optim.lr", "critic.lr"),
+        ("learning_rate tuner_type", lambda rate, kind: rate or (1e-5 if kind == "full" else 1e-4)),
+    )
+    | {key: rule for key, rule in TRL.values.items() if key not in {"model.name", *ADAPTER}}
     | {
+        "rollout.batch_size": (
+            f"batch_size {BATCH}",
+            lambda whole, *sizes: whole or product(*sizes[::2], accumulation(*sizes)),
+        ),
+        "ppo.minibatches": (
+            f"num_mini_batches steps_per_generation {BATCH}",
+            lambda parts, steps, *sizes: steps or optimizer_steps(parts, sizes[0], accumulation(*sizes)),
+        ),
         "reward": ("reward_model", first),
         "critic.name": ("reward_model", first),
-        "model.lora.rank": (
-            "sft_type train_type tuner_type lora_rank",
-            lambda a, b, c, number: number if first(a, b, c) == "lora" else DEFAULT,
-        ),
+        "model.lora.rank": ("tuner_type lora_rank", lora_rank),
         "model.dtype": ("bf16 fp16 torch_dtype", dtype),
         "eval.every": ("eval_strategy eval_steps", lambda kind, steps: every(kind or "steps", steps)),
     },
-    defaults=dict(TRL.defaults)
-    | {"learning_rate": 1e-4, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "seed": 42}
+    defaults={x: y for x, y in TRL.defaults.items() if x not in ("learning_rate", "gradient_accumulation_steps")}
     | {
+        "per_device_train_batch_size": 1,
         "response_length": 512,
         "temperature": 0.9,
         "stop_token": "eos",
@@ -156,5 +179,5 @@ SWIFT = replace(
         "lora_rank": 8,
         "lora_alpha": 32,
     }
-    | {"lora_dropout": 0.05, "lr_scheduler_type": "cosine", "warmup_ratio": 0.05, "weight_decay": 0.1},
+    | {"lora_dropout": 0.05, "lr_scheduler_type": "cosine", "adam_beta2": 0.95, "weight_decay": 0.1},
 )

@@ -19,12 +19,21 @@ from tokencredit.settings.projects.values import (
 
 UNSCALED = ("reinforce_baseline", "dr_grpo")
 """Estimators without a division by the deviation of a prompt's scores."""
+WHITENED = ("gae", "reinforce", "reinforce_baseline")
+"""Estimators whose advantages are whitened over the batch."""
 
 
 def score_clip(pair: Any) -> Any:
     """The clip range of scores, symmetric here."""
     low, high = (float(x) for x in pair)
     return high if -low == high else Without(f"{low:g} to {high:g} is not symmetric")
+
+
+def whiten(estimator: Any, mean_only: Any) -> Any:
+    """The whitening of the advantages, by their mean and deviation or not at all here."""
+    if estimator not in WHITENED:
+        return "none"
+    return Without("mean only there; none or batch here") if mean_only else "batch"
 
 
 def reward(model: Any, url: Any, agent: Any) -> Any:
@@ -75,7 +84,7 @@ NAMES = {
     "advantage.estimator": "algo.advantage.estimator",
     "advantage.gamma": "algo.advantage.gamma",
     "advantage.lam": "algo.advantage.lambd",
-    "advantage.scale": "algo.advantage.no_std_norm",
+    "advantage.whiten (none leaves out the mean too)": "algo.advantage.no_std_norm",
     "ppo.minibatches (their number: rollout.batch_size / size)": "train.batch_size",
     "ppo.micro_batch_tokens (in tokens)": "train.max_tokens_per_gpu train.micro_batch_size rollout.micro_batch_size",
     "ppo.epochs": "train.max_epochs",
@@ -185,10 +194,8 @@ OPENRLHF = Project(
             lambda tokens, penalty: [float(tokens), float(penalty or 1)] if tokens else DEFAULT,
         ),
         "critic.kind": ("algo.advantage.estimator", lambda name: "separate" if name == "gae" else "none"),
-        "advantage.scale": (
-            "algo.advantage.no_std_norm algo.advantage.estimator",
-            lambda off, name: False if off or name in UNSCALED else DEFAULT,
-        ),
+        "advantage.scale": ("algo.advantage.estimator", lambda name: False if name in UNSCALED else DEFAULT),
+        "advantage.whiten": ("algo.advantage.estimator algo.advantage.no_std_norm", whiten),
         "ppo.minibatches": ("=rollout.batch_size train.batch_size", lambda batch, mini: number(batch / mini)),
         "ppo.micro_batch_tokens": (
             "train.dynamic_batch_enable train.max_tokens_per_gpu train.micro_batch_size rollout.micro_batch_size",
@@ -205,7 +212,7 @@ OPENRLHF = Project(
             "train.num_episodes rows rollout.batch_size",
             lambda epochs, rows, batch: iterations(None, epochs, rows, batch),
         ),
-        "optim.warmup": ("actor.lr_warmup_ratio =run.iterations", lambda ratio, total: warmup(0, ratio, total)),
+        "optim.warmup": ("actor.lr_warmup_ratio =run.iterations actor.lr_scheduler", lambda *x: warmup(0, *x)),
         "run.shard": ("ds.zero_stage", lambda stage: "full" if stage == 3 else DEFAULT),
         "run.trackers": (
             "logger.wandb.key logger.tensorboard_dir",
@@ -219,9 +226,7 @@ OPENRLHF = Project(
         **{"algo.advantage.estimator": "gae", "algo.kl.init_coef": 0.01, "algo.kl.estimator": "k1"},
         **{"rollout.batch_size": 1024, "rollout.n_samples_per_prompt": 1, "rollout.temperature": 1.0},
         **{"train.batch_size": 128, "train.max_epochs": 1, "train.num_episodes": 1, "reward.clip_range": (-10, 10)},
-        **{"data.input_key": "input", "data.max_len": 2048},
+        **{"data.input_key": "input", "data.max_len": 2048, "actor.adam.betas": (0.9, 0.95)},
     },
-    fixed={
-        **{"critic.head": "linear", "critic.prefix_every": 0, "critic.coef": 1.0, "advantage.whiten": "batch"},
-    },
+    fixed={"critic.head": "linear", "critic.prefix_every": 0, "critic.coef": 1.0},
 )

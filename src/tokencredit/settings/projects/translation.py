@@ -152,4 +152,9 @@ def translate(project: Project, given: Mapping[str, Any]) -> Translation:
         keys, note = project.answer(name) if name else ([], "")
         read = any("(" not in here for here in keys)
         made.without[key] = "without effect there, or so by default here" if read else note or ", ".join(keys)
+    made.without |= {
+        f"{name} {value} (default)": project.answer(name)[1]
+        for name, value in project.defaults.items()
+        if name not in whole and not project.answer(name)[0]
+    }
     return made

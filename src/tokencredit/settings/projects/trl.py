@@ -48,6 +48,11 @@ def adapter(default: Any) -> Any:
     return lambda use, value: (default if value is None else value) if use else DEFAULT
 
 
+def other_value(*_: Any) -> Any:
+    """The reason that a value of GRPO's is not taken over."""
+    return Without("a value of GRPO there; docs/from-trl.md has its counterpart")
+
+
 ADAPTER: Rules = {
     "model.lora.rank": ("use_peft lora_r", adapter(16)),
     "model.lora.alpha": ("use_peft lora_alpha", adapter(32)),
@@ -62,6 +67,7 @@ TRAINING_ARGUMENTS = {
     "rollout.batch_size, ppo.micro_batch_tokens": "per_device_train_batch_size gradient_accumulation_steps",
     "optim.schedule": "lr_scheduler_type",
     "optim.warmup": "warmup_steps warmup_ratio",
+    "optim.final_scale": "lr_scheduler_kwargs lr_scheduler_kwargs.min_lr_rate lr_scheduler_kwargs.min_lr",
     "optim.weight_decay": "weight_decay",
     "optim.max_grad_norm": "max_grad_norm",
     "optim.name": "optim optimizers",
@@ -119,7 +125,7 @@ GRPO = {
     "off_policy.bounds": "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max "
     "vllm_importance_sampling_cap",
     "ppo.entropy_coef": "entropy_coef",
-    "model.dropout": "disable_dropout",
+    "model.dropout (the opposite)": "disable_dropout",
     "prompts.max_length": "max_prompt_length",
     "run.samples": "log_completions",
     "ppo.loss": "importance_sampling_level",
@@ -130,6 +136,8 @@ GRPO = {
     "none (see ppo.micro_batch_tokens)": "use_liger_kernel",
 }
 """Names of GRPOConfig and GRPOTrainer."""
+OTHER_VALUES = "advantage.scale env.max_turns off_policy.bounds ppo.loss ppo.reduction rollout.engine rollout.server"
+"""Keys whose values GRPO writes otherwise."""
 MODEL = {
     "model.name": "model_name_or_path",
     "model.lora.rank": "use_peft lora_r",
@@ -216,11 +224,16 @@ TRL = Project(
         ),
         "score.normalize": ("whiten_rewards", whitened),
         "score.shift_mean": ("whiten_rewards", lambda on: False if on else DEFAULT),
-        "optim.final_scale": ("=optim.schedule lr_scheduler_type", final_scale),
-        "optim.warmup": ("warmup_steps warmup_ratio =run.iterations", warmup),
+        "optim.final_scale": (
+            f"=optim.schedule lr_scheduler_type {TRAINING_ARGUMENTS['optim.final_scale']} =optim.lr",
+            final_scale,
+        ),
+        "optim.warmup": ("warmup_steps warmup_ratio =run.iterations lr_scheduler_type", warmup),
         "optim.max_grad_norm": ("max_grad_norm", lambda _: None),  # TRL's PPO never clips, whatever its value
         "model.dtype": ("bf16 fp16 dtype torch_dtype", dtype),
         "model.dropout": ("disable_dropout", lambda off: not off),
+        **{key: (GRPO[key], other_value) for key in OTHER_VALUES.split()},
+        "off_policy.correct": ("vllm_importance_sampling_correction vllm_importance_sampling_mode", other_value),
         **ADAPTER,
         "ppo.micro_batch_tokens": ("local_rollout_forward_batch_size", rows_per_pass),
         "run.save_every": ("save_strategy save_steps", every),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -57,18 +58,26 @@ def iterations(total: Any, epochs: Any, rows: Any, batch: Any) -> Any:
     return Without(f"{times} through the prompts, {batch} per iteration; give migrate their number with --rows")
 
 
-def warmup(steps: Any, ratio: Any, total: Any) -> Any:
-    """Warm-up in iterations, of steps or of a share of them."""
-    steps = max(steps or 0, 0)
+def warmup(steps: Any, ratio: Any, total: Any, schedule: Any = None) -> Any:
+    """Warm-up in iterations, of steps or of a share of them; Transformers' schedule `constant` has none."""
+    steps, ratio = (0, 0) if schedule == "constant" else (max(steps or 0, 0), ratio)
     if steps >= 1 or not (steps or ratio):
         return int(steps)
     unknown = Without(f"{steps or ratio} of run.iterations, which is not known yet")
     return unknown if total is None else math.ceil((steps or ratio) * total)
 
 
-def final_scale(name: Any, _: Any = None) -> Any:
-    """Down to 0, as Transformers' schedules go."""
-    return DEFAULT if name in (None, "constant") else 0.0
+def final_scale(schedule: Any, name: Any, options: Any, rate: Any, low: Any, lr: Any) -> Any:
+    """The fraction of the learning rate at which Transformers' schedules end."""
+    if schedule in (None, "constant"):
+        return DEFAULT
+    options = json.loads(options) if isinstance(options, str) else options or {}
+    options = {key: x for key, x in ({"min_lr_rate": rate, "min_lr": low} | options).items() if x is not None}
+    minimum = name.endswith("with_min_lr")
+    if minimum and list(options) in (["min_lr_rate"], ["min_lr"]):
+        return float(options["min_lr"] / lr if "min_lr" in options else options["min_lr_rate"])
+    reason = f"{name} with lr_scheduler_kwargs {options}; one of min_lr_rate and min_lr of cosine_with_min_lr is read"
+    return Without(reason) if minimum or options else 0.0
 
 
 def dtype(bf16: Any, fp16: Any = None, *names: Any) -> Any:

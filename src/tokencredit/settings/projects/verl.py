@@ -54,6 +54,12 @@ def own_reward(path: Any, name: Any, enable: Any, model: Any) -> Any:
     return Without("a function for the data set there; give reward: [{function: FILE.py:NAME}]")
 
 
+def clip(side: Any, both: Any) -> Any:
+    """The clip range of a side; `clip_ratio` counts only where the side's own is null."""
+    reason = f"{both} in verl before April 2025; 0.2 since, as clip_ratio_low and clip_ratio_high are by default"
+    return side if side is not None else both if both == 0.2 else Without(reason)
+
+
 KL_NAMES = "algorithm.use_kl_in_reward actor.use_kl_loss"
 VERL = Project(
     title="verl",
@@ -86,7 +92,7 @@ VERL = Project(
         "rollout.temperature": "actor_rollout_ref.rollout.temperature",
         "rollout.top_k": "actor_rollout_ref.rollout.top_k",
         "rollout.top_p": "actor_rollout_ref.rollout.top_p",
-        "rollout.stop_at_eos": "actor_rollout_ref.rollout.ignore_eos",
+        "rollout.stop_at_eos (the opposite)": "actor_rollout_ref.rollout.ignore_eos",
         "rollout.engine": "actor_rollout_ref.rollout.name rollout.name",
         "rollout.engine_memory": "actor_rollout_ref.rollout.gpu_memory_utilization gpu_memory_utilization",
         "reward": "reward_model.enable reward_model.model.path custom_reward_function "
@@ -165,12 +171,18 @@ VERL = Project(
             "data.truncation data.filter_overlong_prompts",
             lambda name, drop: "drop" if drop else choice(name or "error"),
         ),
+        "advantage.whiten": (
+            "algorithm.adv_estimator",
+            lambda name: "batch" if name == "gae" or name.startswith("reinforce_plus_plus") else "none",
+        ),
         "rollout.batch_size": ("data.train_batch_size actor_rollout_ref.rollout.n", product),
         "rollout.stop_at_eos": ("actor_rollout_ref.rollout.ignore_eos", lambda ignore: not ignore),
         "ppo.minibatches": (
             "data.train_batch_size actor.ppo_mini_batch_size",
             lambda batch, mini: number(batch / mini),
         ),
+        "ppo.clip": ("actor.clip_ratio_low actor.clip_ratio", clip),
+        "ppo.clip_high": ("actor.clip_ratio_high actor.clip_ratio", clip),
         "ppo.micro_batch_tokens": (
             "actor.use_dynamic_bsz actor.ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu",
             lambda dynamic, tokens, rows: tokens if dynamic and tokens else rows_per_pass(rows),
@@ -203,9 +215,10 @@ VERL = Project(
         **{
             "actor.optim.lr_scheduler_type": "constant",
             "actor.optim.lr_warmup_steps_ratio": 0.0,
+            "actor.optim.min_lr_ratio": 0.0,
             "actor.grad_clip": 1.0,
         },
         **{"actor.optim.weight_decay": 0.01, "trainer.total_epochs": 30, "reward_model.enable": False},
     },
-    fixed={"critic.head": "linear", "critic.coef": 1.0, "critic.prefix_every": 0, "advantage.whiten": "batch"},
+    fixed={"critic.head": "linear", "critic.coef": 1.0, "critic.prefix_every": 0},
 )
