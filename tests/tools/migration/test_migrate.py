@@ -260,6 +260,7 @@ def test_later_files_override_and_kinds_do_not_mix(tmp_path, capsys):
         ("a.yaml", "stage: sft\n", "stage is sft; migrate reads stage: ppo"),
         ("a.yaml", "model: {name: x}\nrun: {iterations: 3}\n", "it is a configuration of tokencredit already"),
         ("a.yaml", "colour: red\n", "of no project that is known"),
+        ("a.yaml", "num_generations: 8\nbeta: 0.0\n", "num_generations is of TRL's GRPOConfig, and migrate reads PPO"),
         ("a.sh", "echo hello\n", "no settings of PPO were found"),
         ("a.py", "print('x'", "is not Python that can be read"),
         ("a.sh", "swift rlhf --rlhf_type dpo --model x\n", "its command trains with dpo; migrate reads ppo"),

@@ -40,6 +40,8 @@ LOADERS = {
 """Names of TRL's by the call whose first argument is their value."""
 PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """Defaults of `LoraConfig`, which are not those of TRL's command line."""
+GRPO = {"num_generations", "max_completion_length", "num_iterations"}
+"""Names of TRL's GRPOConfig that no PPOConfig has."""
 KINDS = "TRL's PPOConfig (YAML, JSON or Python), LLaMA-Factory's stage: ppo, ms-swift's rlhf_type: ppo, verl, OpenRLHF"
 
 
@@ -98,6 +100,8 @@ def mapping_source(settings: Mapping[Any, Any], file: Path) -> Source:
     own, groups = settings_of(PPOConfig), {key.partition(".")[0] for key in settings}
     if groups & set(own) and not any(TRL.name_of(key) for key in settings if key not in own):
         raise ConfigError(f"{file}: it is a configuration of tokencredit already; tokencredit train --config {file}")
+    if grpo := sorted(GRPO & given.keys()):
+        raise ConfigError(f"{file}: {grpo[0]} is of TRL's GRPOConfig, and migrate reads PPOConfig; {TRL.page} has both")
     return Source(trl_version(given), given)
 
 
