@@ -155,7 +155,7 @@ def map_control(study: Study) -> str:
         return f"The control with a critic and eight episodes per map, `{CONTROL_BY_MAP}`, has no kept runs yet."
     others = ("group-relative", "leave-one-out")
     words, shown = judged(study, whole, [(CONTROL_BY_MAP, other, "reward") for other in others])
-    return f"With eight episodes per map a critic is ahead of both too: {words}, {'; '.join(shown)}."
+    return f"That a critic is ahead of both with eight episodes per map too: {words}, {'; '.join(shown)}."
 
 
 class Claim(NamedTuple):

@@ -156,6 +156,6 @@ def test_runs_without_a_critic_and_with_as_many_maps_replace_the_notes():
     assert claims.critic_free_note(texts).startswith("**Runs kept from before")
     grid = {"group-relative": runs(0.5), "leave-one-out": runs(0.5)}
     assert "has no kept runs yet" in claims.map_control(grid)
-    assert "ahead of both too: **holds here**, token-gae-8-per-map less group-relative: +0.4 [" in claims.map_control(
+    assert "per map too: **holds here**, token-gae-8-per-map less group-relative: +0.4 [" in claims.map_control(
         grid | {claims.CONTROL_BY_MAP: runs(0.9)}
     )

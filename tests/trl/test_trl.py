@@ -1,7 +1,11 @@
 """Scripts for TRL with one line changed: their imports are from tokencredit.trl."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,6 +275,23 @@ def test_defaults_are_trls_of_the_version_whose_names_are_set():
 def test_each_process_gets_a_batch_of_its_own():
     settings, _ = settings_of(PPOConfig(output_dir="out"), old=False, rows=64, world_size=2)
     assert (settings["rollout.batch_size"], settings["run.iterations"]) == (16, 12)
+
+
+@pytest.mark.proof
+def test_two_processes_train_on_twice_the_rows_with_a_value_model(here):
+    """A script that torchrun starts twice, from the module's own functions."""
+    script = here / "script.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parent)!r}]\n"
+        "from test_trl import POLICY, AutoTokenizer, training\n"
+        "trainer = training(AutoTokenizer.from_pretrained(POLICY), 'out')\n"
+        "assert (trainer.args.batch_size, trainer.args.world_size, trainer.state.max_steps) == (8, 2, 1)\n"
+        "trainer.train()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [row["tokens"] > 8 for row in read_metrics(here / "out")] == [True], "one iteration of 8 completions"
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
+from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import saved
 from tokencredit.runs.summary import OPEN_END
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import AuditConfig
+from tokencredit.settings.training import AuditConfig, RunConfig
 from tokencredit.text.data.hub import upload
 from tokencredit.text.models.critic import critic_folder
 from tokencredit.text.models.run_models import save_policy
@@ -160,10 +161,11 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError(f"PPOTrainer needs {', '.join(missing)}")
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
-        world = PartialState().num_processes
+        own, here = fitting(self.tokenizer, self.model), further(self.args)
+        processes = Processes(here.get("run.timeout", RunConfig().timeout))
+        world = processes.count
         settings, lines = settings_of(self.args, old=False, rows=len(train_dataset), world_size=world)
-        own = fitting(self.tokenizer, self.model)
-        settings |= self._stops() | self._critic(own) | {"prompts.column": "input_ids"} | further(self.args)
+        settings |= self._stops() | self._critic(own, processes) | {"prompts.column": "input_ids"} | here
         # As TRL does; a change is said and written down.
         settings["run.allow_changed"] = ["reward_funcs", "reward", "callbacks", *settings.get("run.allow_changed", ())]
         if type(data_collator) not in (type(None), DataCollatorWithPadding):
@@ -229,7 +231,7 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError("missing_eos_penalty needs stop_token='eos' here, or every completion counts as cut off")
         return {"rollout.stop_at_eos": kind == "eos" or token is not None}
 
-    def _critic(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def _critic(self, tokenizer: PreTrainedTokenizerBase, processes: Processes) -> dict[str, Any]:
         """Settings of the value model: the folder in which it is saved as it is, its score head too.
 
         A script's head is random anew in each process. That of a run with a checkpoint, which can only go on, stays.
@@ -237,11 +239,10 @@ class TrainingTrainer(PPOTrainer):
         if self.value_model is None:
             return {"critic.name": None}
         check_value_model(self.value_model, tokenizer)
-        folder, processes = f"{Path(self.args.output_dir)}-value-model", PartialState()
-        begun = saved(Path(self.args.output_dir))
-        if processes.is_main_process and not (begun and same_but_head(self.value_model, Path(folder))):
+        folder, begun = f"{Path(self.args.output_dir)}-value-model", saved(Path(self.args.output_dir))
+        if processes.main and not (begun and same_but_head(self.value_model, Path(folder))):
             self.value_model.save_pretrained(folder)
-        processes.wait_for_everyone()
+        processes.wait()
         return {"critic.name": folder}
 
 
