@@ -242,7 +242,7 @@ def tables(found: Studies) -> dict[str, str]:
         }.items()
     } | {"group_relative": (audited, "10 group_relative"), "leave_one_out": (audited, "10 leave_one_out")}
     job = found["main-job"]
-    course_of = {name: job[name] for name in (*MAIN_VARIANTS, "TRL 1.9.2")}
+    course_of = {name: runs for name, runs in job.items() if name != "default"}
     shares = {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")} | {
         "iterations to a share of 0.8": (until_share, "0.8"),
         "iterations to a reward of 0.9": (reached, "0.9"),
@@ -310,7 +310,9 @@ def tables(found: Studies) -> dict[str, str]:
             | {"reward at the end": (fresh, "reward"), "KL at the end": (fresh, "kl")}
             | {"seconds per iteration": (pace, "clock"), "CPU seconds": (pace, "cpu")},
         ),
-        "lambdas": table({name: job[name] for name in MAIN_VARIANTS if was_audited(job[name])}, lambdas),
+        "lambdas": table(
+            {name: runs for name, runs in course_of.items() if "audits" in runs["1"] and was_audited(runs)}, lambdas
+        ),
         "kl": table(sentiment, rewards, base="base", pairs=there(sentiment, [(name, "base") for name in price])),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),
         "language": table(learning, language, base="base", pairs=[("gentle", "base"), ("temperature-2", "base")]),

@@ -299,7 +299,7 @@ def test_two_processes_train_on_twice_the_rows_with_a_value_model(here):
     [
         (False, {"init_kl_coef": 0.5, "ppo_epochs": 1}, "init_kl_coef, ppo_epochs: TRL's up to 0.11; this"),
         (True, {"kl_coef": 0.5}, "kl_coef: TRL's from 0.12 on; this trainer is that of TRL up to 0.11"),
-        (False, {"use_cpu": True}, "use_cpu: it has no counterpart here; leave them out"),
+        (False, {"use_cpu": True}, "use_cpu: here it is the variable ACCELERATE_USE_CPU=true; leave them out"),
         (False, {"optim_args": "betas=(0.9,0.95)"}, "optim_args: it has no counterpart here; leave them out"),
     ],
 )
@@ -312,6 +312,8 @@ def test_names_without_effect_are_listed():
     _, lines = settings_of(PPOConfig(output_dir="out", data_seed=3, max_steps=5), old=False, rows=64)
     assert "data_seed: it has no counterpart here" in lines
     assert "max_steps: TRL's PPO does not read it, and neither does this" in lines
+    assert PPOConfig().batch_size is None, "computed later"
+    settings_of(PPOConfig(adam_beta1=0.9, lr_scheduler_kwargs={}, optim_args=""), old=False, rows=64)
 
 
 def test_a_trainer_shows_what_it_computed_and_the_defaults_of_its_version(here, tokenizer):
@@ -319,6 +321,7 @@ def test_a_trainer_shows_what_it_computed_and_the_defaults_of_its_version(here, 
     assert (args.seed, args.learning_rate) == (42, 3e-6), "both versions have mini_batch_size"
     with pytest.warns(UserWarning, match="mini_batch_size: computed there"):
         trainer = training(tokenizer, None, args=args, value_model=None)
+    assert (args.local_batch_size, args.mini_batch_size) == (4, 2), "the script's mini_batch_size stays"
     assert (args.batch_size, args.num_total_batches, args.total_episodes, args.world_size) == (4, 6, 24, 1)
     assert trainer.state.max_steps == 6
     loop = stepping(tokenizer, gamma=0.9)

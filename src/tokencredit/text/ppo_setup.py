@@ -314,7 +314,7 @@ def build_pipeline(
     )
 
 
-def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: Summary, by_hand: bool) -> None:
+def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: Summary, reported: set[str]) -> None:
     """Write the model card of a run's policy, with its last evaluation and its audit."""
     if not record.main:
         return
@@ -329,7 +329,7 @@ def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: 
         [term.name for term in pipeline.terms],
         summary,
         None if pipeline.player is None else pipeline.player.environments.name,
-        by_hand=by_hand,
+        handed=[name for name in ("prompts", "completions") if name in reported],
         saved=Saved(args.run.push_to_hub or str(folder), str(base), adapter.is_file()),
         evaluation={name: x for name, x in last.items() if name.startswith("eval/") and x is not None},
         audit=read_object(audit, audit.read_bytes())["metrics"] if audit.is_file() else {},

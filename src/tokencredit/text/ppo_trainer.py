@@ -168,7 +168,7 @@ class PPOTrainer(LoopByHand):
         self.pretrained: dict[str, float] | None = None
         """Metrics of value pretraining; empty if there is none, None before it."""
         self.reported: set[str] = set()
-        """What an event has reported once: metrics of problems with episodes, and the end of prefixes."""
+        """What was reported once: metrics of problems with episodes, the end of prefixes, what calls handed over."""
         self.before: State | None = None
         """Resumable state other than weights when the iteration began; None once it changes weights."""
         self.updated: dict[str, float] | None = None
@@ -388,7 +388,7 @@ class PPOTrainer(LoopByHand):
         _, *more = folder_names("policy", self.policy.critic)
         summary = self.record.end(stopped_by, self._save, *more, in_all=self.sharded)
         self.auditor.at_end(summary, self.stages, self.record)
-        setup.write_card(self.args, self.pipeline, self.record, summary, by_hand="prompts" in self.reported)
+        setup.write_card(self.args, self.pipeline, self.record, summary, self.reported)
         write_final_report(self.record)
         self.record.next_steps(setup.next_steps(self.args))
         setup.upload_policy(self.args.run, self.record, stopped_by)

@@ -23,7 +23,7 @@ NEW: dict[str, Any] = {
     **TRL.defaults,
     **{"local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "whiten_rewards": False},
     **{"ds3_gather_for_generation": True, "push_to_hub": False, "output_dir": "trainer_output"},
-    **dict.fromkeys(("stop_token", "bf16")),
+    **dict.fromkeys(("stop_token", "bf16", "batch_size", "mini_batch_size", "world_size")),
     **dict.fromkeys(("sft_model_path", "reward_model_path"), "EleutherAI/pythia-160m"),
 }
 """Names and defaults of TRL 0.12 to 1.9; others are those of TrainingArguments."""
@@ -176,6 +176,8 @@ def settings_of(config: Any, *, old: bool, **known: Any) -> tuple[dict[str, Any]
     made = translate(project, given | known)
     settings = {key: value for key, value in made.settings.items() if key not in FOR_LOGS}
     lines = {name: "it has no counterpart here" for name in set_here if name not in given and name != "settings"}
+    if "use_cpu" in lines:
+        lines["use_cpu"] = "here it is the variable ACCELERATE_USE_CPU=true"
     lines |= {key: reason for key, reason in made.undecided.items() if key in HARMLESS}
     lines |= {name: reason for name, reason in made.without.items() if name in set_here and name not in HONOURED}
     if "eval.every" in made.settings:
@@ -185,7 +187,8 @@ def settings_of(config: Any, *, old: bool, **known: Any) -> tuple[dict[str, Any]
     if config.whiten_rewards:
         lines["whiten_rewards"] = "the scores are divided, and the KL is subtracted after that"
     wrong = {key: reason for key, reason in made.undecided.items() if key not in (*HARMLESS, *FOR_LOGS)}
-    wrong |= {name: lines.pop(name) for name in ESSENTIAL if name in lines}
+    changed = [name for name in ESSENTIAL if name in lines and set_here[name] not in ({}, "", default_of(name))]
+    wrong |= {name: lines.pop(name) for name in changed}
     if wrong:
         listed = "; ".join(f"{name}: {reason}" for name, reason in wrong.items())
         raise ConfigError(f"TRL's settings that would train something else here: {listed}; leave them out")

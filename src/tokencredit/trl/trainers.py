@@ -172,9 +172,6 @@ class TrainingTrainer(PPOTrainer):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
         self.relay = Relay(self, callbacks or ())
         self.state = self.relay.state
-        batch, batches = (int(settings[key]) for key in ("rollout.batch_size", "run.iterations"))
-        self.state.max_steps, totals = batches, {"num_total_batches": batches, "total_episodes": batches * batch}
-        self.args.use(old=False, world_size=world, batch_size=batch, **totals)
         if isinstance(reward_model, nn.Module):
             reward_model = Term("reward_model", 1.0, RewardOfIds(reward_model, self.tokenizer))
         self._choose_adapter()
@@ -182,6 +179,11 @@ class TrainingTrainer(PPOTrainer):
         same = equal(self.ref_model, self.model)  # an adapter changes the model in place
         with trl_terms(settings["critic.name"]):
             self.trainer = Trainer(self.model, reward_model, PPOConfig.from_dict(settings), train_dataset, **parts)
+        used = self.trainer.args
+        batch, batches = used.rollout.batch_size, used.run.iterations
+        self.state.max_steps, totals = batches, {"num_total_batches": batches, "total_episodes": batches * batch}
+        totals |= {"local_batch_size": batch // world, "mini_batch_size": batch // used.ppo.minibatches}
+        self.args.use(old=False, world_size=world, batch_size=batch, **totals)
         self.take_reference(self.ref_model, same)
         self.say([*lines, *self.relay.lines])
 

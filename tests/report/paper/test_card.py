@@ -25,9 +25,12 @@ def test_evaluations_on_held_out_prompts_are_named_so():
 
 
 def test_a_loop_by_hand_has_prompts_and_scores_from_python():
-    card = model_card(PPOConfig(), [], SUMMARY, by_hand=True)
+    card = model_card(PPOConfig(), [], SUMMARY, handed=["prompts", "completions"])
     assert (
         "for 2 iterations.\n\n- prompts and completions from calls in Python\n- reward: scores from calls in Py" in card
     )
     assert "This movie was really" not in card
     assert "- sampling" not in card
+    sampled = model_card(PPOConfig(), [], SUMMARY, handed=["prompts"])
+    assert "- prompts from calls in Python\n" in sampled
+    assert "- sampling: temperature 1, up to 24 tokens\n" in sampled

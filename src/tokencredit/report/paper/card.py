@@ -44,7 +44,7 @@ def model_card(
     summary: Mapping[str, Any],
     environment: str | None = None,
     *,
-    by_hand: bool = False,
+    handed: Sequence[str] = (),
     saved: Saved = Saved(),
     evaluation: Mapping[str, float] = MappingProxyType({}),
     audit: Mapping[str, float] = MappingProxyType({}),
@@ -56,7 +56,7 @@ def model_card(
         terms: names of the reward terms.
         summary: of the run.
         environment: name of the environment of episodes of several turns.
-        by_hand: prompts and completions came from calls in Python.
+        handed: what came from calls in Python: prompts, completions.
         saved: the model.
         evaluation: metrics of the last evaluation on held-out prompts.
         audit: metrics of an audit at the end.
@@ -71,8 +71,8 @@ def model_card(
     terms = python.pop("reward_funcs", terms)
     own = None if environment or "train_dataset" in python else str(args.prompts.texts())
     prompts = args.prompts.dataset or own
-    source = f"- prompts: {code(prompts)}\n" if prompts and not by_hand else ""
-    source += "- prompts and completions from calls in Python\n" * by_hand
+    source = f"- prompts: {code(prompts)}\n" if prompts and not handed else ""
+    source += f"- {' and '.join(handed)} from calls in Python\n" if handed else ""
     if environment:
         source += f"- environment: {code(environment)}, at most {args.env.max_turns} turns\n"
     source += "".join(f"- {key} from Python: {', '.join(map(code, parts))}\n" for key, parts in python.items())
@@ -81,14 +81,14 @@ def model_card(
     adapted = "" if args.kl.target is None else f" at first, adapted to {args.kl.target:g} nats per sequence"
     filters = {name: getattr(rollout, name) for name in rollout.filters()}
     drawn = ", ".join([f"temperature {rollout.temperature:g}", *(f"{name} {x:g}" for name, x in filters.items())])
-    sampling = "" if by_hand else f"- sampling: {drawn}, up to {rollout.max_new_tokens} tokens\n"
+    sampling = "" if "completions" in handed else f"- sampling: {drawn}, up to {rollout.max_new_tokens} tokens\n"
     options = {"temperature": float(rollout.temperature), "top_k": 0} | filters
     version = str((summary.get("environment") or {}).get("versions", {}).get("tokencredit", ""))
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
         f"# {code(args.model.name)}, trained with PPO\n\n"
         f"Trained by Tokencredit for {summary['iterations']} iterations"
-        f"{'' if by_hand else f' of {rollout.batch_size} {kind}'}.\n\n"
+        f"{'' if handed else f' of {rollout.batch_size} {kind}'}.\n\n"
         f"{source}"
         f"- reward: {', '.join(map(code, terms)) or 'scores from calls in Python'}\n"
         f"- KL coefficient: {args.kl.coef:g}{adapted}, kl.place {args.kl.place}\n"

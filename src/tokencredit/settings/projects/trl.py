@@ -233,6 +233,7 @@ TRL = Project(
         "model.dtype": ("bf16 fp16 dtype torch_dtype", dtype),
         "model.dropout": ("disable_dropout", lambda off: not off),
         **{key: (GRPO[key], other_value) for key in OTHER_VALUES.split()},
+        "rollout.engine": (GRPO["rollout.engine"], lambda *on: other_value() if any(on) else DEFAULT),
         "off_policy.correct": ("vllm_importance_sampling_correction vllm_importance_sampling_mode", other_value),
         **ADAPTER,
         "ppo.micro_batch_tokens": ("local_rollout_forward_batch_size", rows_per_pass),

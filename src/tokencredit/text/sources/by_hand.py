@@ -157,6 +157,7 @@ class LoopByHand(Trainer):
             ids = [torch.as_tensor(row).flatten().long() for row in completion_ids]
             drawn = None if logprobs is None else [torch.as_tensor(row).flatten().float() for row in logprobs]
             self._check_adopted(rows, ids, drawn)
+            self.reported.add("completions")
             draw = partial(self._adopted, rows.to(self.pipeline.precision.device), ids, drawn)
             batch = self.pipeline.drawn(draw, **self.drawing())
             return replace(batch, updates=len(self.record.history))
