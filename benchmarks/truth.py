@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from study import shorter
+
 from tokencredit import Callback, PPOConfig, PPOTrainer
 from tokencredit.provenance.parts import describe
 from tokencredit.settings.fields import flat
@@ -125,11 +127,6 @@ def run(world: str, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     metrics = {name: [shorter(row.get(name)) for row in rows] for name in KEPT if name in there}
     clock = [round(x, 2) for x in audits.clock]
     return {"settings": study_settings(variant)} | metrics | {"clock": clock, "audits": summary(audits.found)}
-
-
-def shorter(value: float | None) -> float | None:
-    """Round to four digits; None for what an iteration could not know."""
-    return None if value is None else float(f"{value:.4g}")
 
 
 def world_settings(world: str) -> dict[str, Any]:

@@ -19,11 +19,13 @@ from tokencredit.settings.projects.trl import OLD_TRL, TRL
 from tokencredit.settings.reader import load_yaml
 from tokencredit.settings.text import PPOConfig as Settings
 
+BOTH = ("batch_size", "mini_batch_size", "world_size")
+"""Names of both ages, which TRL computes from 0.12 on."""
 NEW: dict[str, Any] = {
     **TRL.defaults,
     **{"local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "whiten_rewards": False},
     **{"ds3_gather_for_generation": True, "push_to_hub": False, "output_dir": "trainer_output"},
-    **dict.fromkeys(("stop_token", "bf16", "batch_size", "mini_batch_size", "world_size")),
+    **dict.fromkeys(("stop_token", "bf16", *BOTH)),
     **dict.fromkeys(("sft_model_path", "reward_model_path"), "EleutherAI/pythia-160m"),
 }
 """Names and defaults of TRL 0.12 to 1.9; others are those of TrainingArguments."""
@@ -46,8 +48,7 @@ UNSET = {
 }
 """Names of either age by the type of their values, whose default is None or computed."""
 INHERITED = TrainingArguments.__dataclass_fields__
-BOTH = {"batch_size", "mini_batch_size", "world_size"}
-ONLY_OLD = {*OLD, "exp_name", "log_with", "score_clip", "forward_batch_size"} - {*NEW, *INHERITED, *BOTH}
+ONLY_OLD = {*OLD, "exp_name", "log_with", "score_clip", "forward_batch_size"} - {*NEW, *INHERITED}
 """Names of TRL up to 0.11 that later versions do not set."""
 ONLY_NEW = {*NEW, "total_episodes", "missing_eos_penalty", "stop_token_id"} - {*OLD, *INHERITED, *BOTH}
 """Names of TRL from 0.12 on that are not TrainingArguments' either."""
@@ -121,7 +122,9 @@ class Names:
     """The behaviour of `PPOConfig`: what a script sets, and TRL's defaults for the rest."""
 
     _used: Mapping[str, Any] = MappingProxyType({})
+    """Numbers that its trainer computed."""
     _old: bool | None = None
+    """Its trainer's age; None before there is one."""
 
     def __new__(cls, *_: Any, **names: Any) -> Any:
         """Refuse names that TRL does not have."""

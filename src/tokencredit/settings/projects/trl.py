@@ -136,7 +136,7 @@ GRPO = {
     "none (see ppo.micro_batch_tokens)": "use_liger_kernel",
 }
 """Names of GRPOConfig and GRPOTrainer."""
-OTHER_VALUES = "advantage.scale env.max_turns off_policy.bounds ppo.loss ppo.reduction rollout.engine rollout.server"
+OTHER_VALUES = "advantage.scale env.max_turns off_policy.bounds ppo.loss ppo.reduction rollout.server"
 """Keys whose values GRPO writes otherwise."""
 MODEL = {
     "model.name": "model_name_or_path",
