@@ -16,6 +16,7 @@ from findings_claims import (
     CHANGE_CLAIMS,
     LADDER,
     LAMBDA_CLAIMS,
+    PATHS,
     RESAMPLED,
     RETURN,
     SAO,
@@ -279,6 +280,7 @@ def tables(found: Studies) -> dict[str, str]:
         "entropy": (lately, "entropy"),
         "unsteadiness of the reward": (unsteadiness, "reward"),
     }
+    steps = [pair[::-1] for path in PATHS for pair in pairwise(path)]
     lambdas_run, changes = by_lambda(found), found.get("changes", {})
     price = ("kl_ent", "kl-1.0", "entropy-0.02", "kl-0.5", "kl-0.5-entropy-0.02", "gae", "gae-1.5")
     return {
@@ -296,9 +298,7 @@ def tables(found: Studies) -> dict[str, str]:
             },
             [("positive", "base"), ("both", "base"), ("both", "story"), ("max-norm", "l2-norm")],
         ),
-        "write-up": table_if_run(
-            found, "write-up", rewards | language | critic, [("orthogonal-head", "base"), ("stop", "kl_ent")]
-        ),
+        "write-up": table_if_run(found, "write-up", rewards | language | critic, steps),
         "worlds": table(found["by-world"], worlds),
         "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
         "course": table(course_of, course, base="learned critic"),
@@ -347,6 +347,7 @@ def tables(found: Studies) -> dict[str, str]:
         "verdict-7a": uniform_verdict(found["estimators-text"], found["estimators-cartpole"]),
         "humanoid": table(found["humanoid"], explained),
         "lambda": table(found["pendulum"], explained),
+        "cartpole-lambda": table_if_run(found, "cartpole-lambda", explained, []),
         "older-lambda": older_lambda(found),
         "claims-lambda": claims_by_place(lambdas_run, LAMBDA_CLAIMS),
         "verdict-7b": verdicts_by_place(lambdas_run, LAMBDA_CLAIMS, list(LAMBDA_CLAIMS)[:3]),

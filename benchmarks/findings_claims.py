@@ -31,6 +31,14 @@ RESAMPLED = "grpo-masked,batch_size=80"
 LADDER = ("ppo", "value-pretraining", "decoupled", "length-adaptive", "clip-higher", "token-loss", "positive-nll")
 LADDER += ("groups",)
 """Rungs of the study `reasoning-ladder`."""
+PATHS = (
+    ("base", "orthogonal-head"),
+    ("base", "kl_ent", "prefix", "prefix-rates", "prefix-rates-temperature-1.1"),
+    ("kl_ent", "clip-0.3", "clip-0.3-lower", "clip-0.3-lower-rates"),
+    ("kl_ent", "stop"),
+    ("kl_ent", "gentle", "gentle-orthogonal", "gentle-orthogonal-mean", "gentle-orthogonal-mean-adaptive"),
+)
+"""Paths of the study `write-up`: variants of which each adds a change to the one before."""
 SAO = {
     "dis": "masking by double-sided importance sampling solves more than PPO's clip",
     "faster-critic": "two updates of the critic per update of the policy solve more than one",
@@ -74,6 +82,8 @@ def by_lambda(studies: Studies) -> dict[str, Study]:
         for variant, runs in study.items() if has(study, OWN_STEPS) else ():
             place = f"{name} with PPO" if variant.startswith("algorithm=ppo,") else name
             sorted_.setdefault(place, {})[variant.rpartition("lam=")[2]] = runs
+    if cartpole := studies.get("cartpole-lambda"):
+        sorted_["CartPole with PPO"] = {variant.rpartition("lam=")[2]: runs for variant, runs in cartpole.items()}
     return sorted_
 
 

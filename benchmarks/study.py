@@ -50,6 +50,7 @@ STUDIES = {
     "estimators-cartpole": "estimators/cartpole.yaml",
     "humanoid": "humanoid-lambda/sweep.yaml",
     "pendulum": "humanoid-lambda/pendulum.yaml",
+    "cartpole-lambda": "humanoid-lambda/cartpole.yaml",
     "scaling": "scaling/sweep.yaml",
     "planted-credit": "planted-credit/sweep.yaml",
     "planted-kinds": "planted-credit/kinds.yaml",

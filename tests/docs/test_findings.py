@@ -135,12 +135,14 @@ def test_verdicts_on_lambda_follow_the_runs_of_the_recipes():
     pendulum = {f"algorithm=policy_gradient,lam={lam}": runs(height, **own) for lam, height in heights.items()}
     pendulum |= {f"algorithm=ppo,lam={lam}": runs(500, **own) for lam in heights}
     studies = {"pendulum": pendulum, "humanoid": {f"lam={lam}": runs(1000 - x) for lam, x in heights.items()}}
+    studies["cartpole-lambda"] = {f"lam={lam}": runs(1000 - height) for lam, height in heights.items()}
     places = claims.by_lambda(studies)
     assert claims.verdicts_by_place(places, claims.LAMBDA_CLAIMS, ["λ = 0.95 ends above 0 and 1"]) == (
-        "λ = 0.95 ends above 0 and 1: **holds here** on the pendulum, cannot tell on the pendulum with PPO"
+        "λ = 0.95 ends above 0 and 1: **holds here** on the pendulum, cannot tell on the pendulum with PPO, "
+        "**does not hold here** on CartPole with PPO"
     ), "runs of the older recipe are not judged"
     header, _, first, *_ = claims.claims_by_place(places, claims.LAMBDA_CLAIMS).splitlines()
-    assert header == "| claim | the pendulum | the pendulum with PPO |"
+    assert header == "| claim | the pendulum | the pendulum with PPO | CartPole with PPO |"
     assert "| **holds here**: 0.95 less 0: +800 [" in first
     assert claims.older_lambda(studies).startswith("**The kept runs on HumanoidStandup are of an older recipe")
     assert claims.older_lambda(studies | {"humanoid": pendulum}) == "All runs are of these recipes."
