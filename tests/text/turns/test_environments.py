@@ -184,6 +184,20 @@ def test_an_environment_is_used_by_nobody_else_until_it_is_released():
     assert third[2].instance not in [one.instance for one in (*first, *second)]
 
 
+def test_episodes_that_are_scored_again_take_no_environment_from_later_ones():
+    runs = environments(Steps)
+    first = runs.begin([{}] * 2, range(2))
+    runs.release(first)
+    runs.require(first)
+    runs.release(first)  # learned as sampled, though scored before
+    second = runs.begin([{}] * 2, range(2))
+    assert len({id(one.instance) for one in second}) == 2
+    with pytest.raises(ConfigError, match="cannot be scored again, since later ones have their environments"):
+        runs.require(first[:1])
+    runs.release(first)
+    assert not {id(one.instance) for one in runs.begin([{}], [0])} & {id(one.instance) for one in second}
+
+
 def test_episodes_of_a_batch_do_not_share_an_environment():
     begun = environments(Steps).begin([{"n": i} for i in range(4)], range(4))
     for one in begun:

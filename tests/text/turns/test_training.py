@@ -139,6 +139,21 @@ def test_reward_functions_get_environments_and_whole_texts(tmp_path):
         assert sum(mask) == sum(len(turn.ids) for turn in turns.turns)
 
 
+def test_a_batch_by_hand_is_not_scored_with_the_environments_of_later_episodes(tmp_path):
+    args = from_python(tmp_path / "run", iterations=3, rollout=RolloutConfig(batch_size=2, max_new_tokens=80))
+    trainer = PPOTrainer(args=args, environment_factory=Dice)
+    batch = trainer.sample()
+    trainer.score(batch)
+    assert trainer.learn(batch)["reward"] == 1110, "as sampled, not as scored"
+    later = trainer.sample()
+    assert len({id(transcript.episode.environment) for transcript in later.episodes}) == 2
+    for again in (trainer.score, trainer.learn):
+        with pytest.raises(ConfigError, match="these episodes cannot be scored again"):
+            again(batch)
+    assert trainer.learn(later)["reward"] == 1110
+    trainer.close()
+
+
 def test_evaluations_play_other_episodes_than_training(tmp_path):
     evaluated = EvalConfig(every=1, samples=8, max_new_tokens=160)
     trainer = PPOTrainer(args=config(tmp_path / "run", eval=evaluated))

@@ -363,6 +363,8 @@ class LoopByHand(Trainer):
     def _by_current_policy(self, batch: Batch) -> Batch:
         """The batch, with the age of its tokens and new log-probs, values and scores if it is older than the policy."""
         age = len(self.record.history) - batch.updates
+        if self.pipeline.player is not None and (age or batch.scores is EMPTY):
+            self.pipeline.player.environments.require(transcript.episode for transcript in batch.episodes or ())
         if age == 0:
             return batch
         rollout = batch.rollout

@@ -116,13 +116,23 @@ class Environments:
             return [self._begin(episode.instance.factory, episode.row) for episode in episodes]
 
     def release(self, episodes: Iterable[Episode]) -> None:
-        """Let later episodes use the environments of these, which are over and scored.
+        """Let later episodes use the environments of these, which are over and scored, perhaps not for the first time.
 
         Those of a batch that is dropped are not released: a call of theirs may go on.
         """
         with self._lock:
-            for instance in (episode.instance for episode in episodes):
-                insort(self._free[instance.factory.label], instance, key=attrgetter("number"))
+            for instance in (episode.instance for episode in episodes if episode.instance.user is episode):
+                free = self._free[instance.factory.label]
+                if instance not in free:
+                    insort(free, instance, key=attrgetter("number"))
+
+    def require(self, episodes: Iterable[Episode]) -> None:
+        """Raise `ConfigError` if an environment of these episodes is in the state of a later one."""
+        if any(episode.instance.user is not episode for episode in episodes):
+            raise ConfigError(
+                "these episodes cannot be scored again, since later ones have their environments: give learn the batch "
+                "that score returned, before another batch is sampled"
+            )
 
     def terms(self) -> list[Term]:
         """The environments' own rewards, as reward terms named after their classes, with weight 1."""
@@ -141,7 +151,8 @@ class Environments:
         free = self._free[factory.label]
         instance = free.pop(0) if free else self._instance(factory)
         kind = StepEpisode if factory.steps else ToolEpisode
-        return kind(instance, arguments, self._config.observation_tokens)
+        instance.user = kind(instance, arguments, self._config.observation_tokens)
+        return instance.user
 
     def _factory(self, name: Any) -> Factory:
         if not isinstance(name, str | None) or name not in self.factories:

@@ -134,6 +134,8 @@ class Instance:
         self.factory, self.workers, self.timeout, self.number = factory, workers, timeout, number
         self.value: Any = None
         """The environment; None before the first episode."""
+        self.user: Any = None
+        """The last episode that it was given to."""
         self.hung = False
         """True if a call timed out. It may still go on and change the environment, so the next episode gets another."""
 
