@@ -46,6 +46,14 @@ def test_a_reward_of_a_continuation_that_fails_stops_all_processes(results):
 
 
 @slow
+def test_a_batch_without_a_score_in_one_process_is_one_with_scores(results):
+    for rank, result in enumerate(results[1]):
+        scores, error = result["unscored"]
+        assert set(scores) == {1.0 - rank}
+        assert error == "no reward term scored any completion: some returned None for all of them"
+
+
+@slow
 def test_an_engine_that_fails_in_one_process_stops_all_and_nothing_is_lost(results):
     folder, said = results
     for rank, reason in enumerate(("process 1: the engine is gone", "the engine is gone")):

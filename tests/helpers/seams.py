@@ -48,6 +48,22 @@ def failed(processes):
         return str(error)
 
 
+def unscored(processes, model, folder):
+    """The scores of each process if only the first one's completions have any, and the error if none has."""
+    applies = [processes.main]
+
+    def some(completions, **columns):
+        return [1.0 if all(applies) else None for _ in completions]
+
+    trainer = PPOTrainer(reward_funcs=some, args=PPOConfig.from_dict(run_settings(model, folder)))
+    scores = trainer.collect().scores.tolist()
+    applies.append(False)
+    try:
+        trainer.collect()
+    except RewardError as error:
+        return scores, str(error)
+
+
 def sampling_failed(processes, model, folder):
     """The error in each process if the second one's engine fails at its second call; the run then goes on."""
     settings = run_settings(model, folder) | {"run.save_every": 100, "run.shard": "full"}
@@ -141,6 +157,7 @@ def folders(processes, folder):
 def main(model, folder):
     processes = Processes(timeout=300)
     results = {"audit": audited(model, folder / "run"), "failed": failed(processes)}
+    results["unscored"] = unscored(processes, model, folder / "unscored")
     results["rollout"] = sampling_failed(processes, model, folder / "rollout")
     results["evaluated"] = evaluated_without(processes, model, folder / "evaluated")
     results["disk"] = disk_full(processes, model, folder / "disk")

@@ -269,15 +269,12 @@ class Pipeline:
 
     def _scores(self, batch: Batch, reference: ReferenceOutputs) -> Scores:
         """The reward terms' scores of this process's completions."""
-
-        def scores() -> Scores:
-            given = score(*self._asked(batch, reference.logprobs), finite=self.finite, started=batch.pending)
-            if given.dense is None and not given.of_texts:
-                names = ", ".join(given.terms)
-                raise RewardError(f"no reward term scored any completion: {names} returned None for all of them")
-            return given
-
-        return self._agreed(batch, scores)
+        asked = self._asked(batch, reference.logprobs)
+        given = self._agreed(batch, partial(score, *asked, finite=self.finite, started=batch.pending))
+        if not self.processes.any(given.dense is not None or given.of_texts):
+            names = ", ".join(given.terms)
+            raise RewardError(f"no reward term scored any completion: {names} returned None for all of them")
+        return given
 
     def _agreed(self, batch: Batch, compute: Callable[[], T], what: str = "") -> T:
         """What the reward terms give; if a process fails, all stop, and save, together."""
