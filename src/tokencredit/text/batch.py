@@ -108,8 +108,8 @@ class Batch:
         """Completions as reward terms receive them: texts, or messages, of all turns if there are several."""
         if self.episodes is None:
             return self.prompts.answers(self.completions)
-        rows = zip(self.episodes, self.prompts.prompts, self.completions, strict=True)
-        return [episode.completion(prompt, text) for episode, prompt, text in rows]
+        rows = zip(self.episodes, self.prompts.prompts, self.prompts.texts, self.completions, strict=True)
+        return [episode.completion(*row) for episode, *row in rows]
 
     def texts(self) -> list[str]:
         """Each prompt's text followed by its completion."""

@@ -11,6 +11,7 @@ import torch
 from tokencredit.distributed.processes import Processes
 from tokencredit.runs.untrusted import visible
 from tokencredit.text.data.prompts import Prompt
+from tokencredit.text.rewards.texts import answer
 from tokencredit.text.rewards.texts import messages as as_messages
 from tokencredit.text.turns.protocols.episode import Ending, Episode, Message, Problem, Reply, Turn
 from tokencredit.text.turns.protocols.factories import EnvironmentFailed
@@ -48,15 +49,19 @@ class Transcript:
     following: list[int] = field(default_factory=list)
     """Tokens of the observation after the last turn, if the turns ran out and another would have fit."""
 
-    def completion(self, prompt: Prompt, text: str) -> str | list[Message]:
-        """The episode after its prompt, as reward functions receive it: the text, or all messages in order."""
+    def completion(self, prompt: Prompt, rendered: str, text: str) -> str | list[Message]:
+        """The episode after its prompt, as reward functions receive it: the text, or all messages in order.
+
+        The first message includes the prompt's prefill, as `rendered` for the model.
+        """
         if isinstance(prompt, str):
             return text
         messages: list[Message] = []
         for turn, reply in zip(self.turns, self.replies, strict=True):
             messages.append(turn.message or {"role": "assistant", "content": turn.text})
             messages += as_messages(reply.observation, "user") if reply.observation else []
-        return messages
+        begun = answer(prompt, rendered, messages[0]["content"])
+        return [{**messages[0], "content": begun["content"]}, *messages[1:]]
 
     def turn_rewards(self) -> list[tuple[int, float]]:
         """Number of sampled tokens and reward of each turn."""
