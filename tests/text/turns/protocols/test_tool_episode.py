@@ -135,6 +135,8 @@ BLOCKS = [{"type": "text", "text": "2 + 3?"}]
         ("2 + 3?", [{"type": "text", "text": "!"}], "2 + 3?!"),
         ("2 + 3?", "\ud800", "2 + 3?\ufffd"),
         (BLOCKS, " Now.", [*BLOCKS, {"type": "text", "text": " Now."}]),
+        (BLOCKS, [{"type": "text", "text": "\ud800"}], [*BLOCKS, {"type": "text", "text": "\ufffd"}]),
+        ([{"type": "text", "text": "\ud800"}], None, [{"type": "text", "text": "\ufffd"}]),
     ],
 )
 def test_a_text_of_reset_is_appended_to_the_last_message(content, added, expected):

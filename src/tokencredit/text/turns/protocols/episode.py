@@ -127,12 +127,16 @@ def clean(prompt: Prompt) -> Prompt:
 
 def clean_messages(messages: Sequence[Message]) -> list[Message]:
     """Messages without lone surrogates, and without keys that are None."""
-    kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return [{key: _encodable(value) if isinstance(value, str) else value for key, value in m.items()} for m in kept]
+    return [{key: _encodable(value) for key, value in message.items() if value is not None} for message in messages]
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def _encodable(value: Any) -> Any:
+    """A text, or the texts inside a list or dict, without lone surrogates."""
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_encodable(x) for x in value]
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else value
 
 
 def fit(reply: Reply, tokens: int, tokenizer: PreTrainedTokenizerBase) -> Reply:
