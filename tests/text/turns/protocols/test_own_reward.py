@@ -118,7 +118,7 @@ def test_a_reward_that_hangs():
         def get_reward(self):
             over.wait()
 
-    with pytest.raises(RewardError, match=r"reward term 'Hanging': get_reward exceeded the timeout of 0\.02 s"):
+    with pytest.raises(RewardError, match=r"'Hanging': get_reward exceeded the timeout of 0\.02 s; raise env\.timeout"):
         scored(environments(Hanging, timeout=0.02), [{"pay": 1}])
     over.set()
 

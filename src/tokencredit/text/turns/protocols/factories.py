@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.text.rewards.calls import RewardError, RewardTimeout, Term
+from tokencredit.text.rewards.calls import RewardError, Term
 from tokencredit.text.turns.protocols.tools import RESERVED, Tool, describe_all, methods
 from tokencredit.user_code.user_objects import check_kwargs, described
 from tokencredit.user_code.workers import TimedOut, Workers, begin, call_within
@@ -189,7 +189,8 @@ def own_reward(factory: Factory, workers: Workers, timeout: float) -> Term:
         try:
             return [None if result is None else result() for result in waiting]
         except TimedOut as error:
-            raise RewardTimeout(f"reward term {kind.__name__!r}: get_reward {error}") from error
+            advice = "raise env.timeout if it is only slow"
+            raise RewardError(f"reward term {kind.__name__!r}: get_reward {error}; {advice}") from error
         except (Exception, SystemExit) as error:
             raise RewardError(f"reward term {kind.__name__!r}: get_reward {described(error)}") from error
 
