@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+import threading
 import warnings
 
 import pytest
@@ -191,6 +192,28 @@ def test_a_vocabulary_that_leaves_no_token_to_pad_with(tokenizers):
     torch.testing.assert_close(together, torch.stack(alone))
 
 
+def test_a_call_that_goes_on_beside_another_changes_none_of_its_scores(tokenizers):
+    """As one whose timeout is over; the second ends in the token that the first pads with."""
+    tokenizer = tokenizers["unigram"]
+    config = GPT2Config(**DECODER, vocab_size=len(tokenizer), initializer_range=0.3)
+    reader = Reader("small", GPT2ForSequenceClassification(config), tokenizer)
+    ids = {"a": [5, 6], "b": [7], "ends": [3, 0], "longer": [3, 4, 8]}
+    reader.encode = lambda prompt, completion: ids[completion]
+    alone, found = reader.logits(["", ""], ["ends", "longer"]), []
+    second = threading.Thread(target=lambda: found.append(reader.logits(["", ""], ["ends", "longer"])))
+
+    def begin_second(*_arguments):
+        hook.remove()
+        second.start()
+        second.join(0.2)
+
+    hook = reader.model.register_forward_pre_hook(begin_second)
+    reader.logits(["", ""], ["a", "b"])
+    second.join()
+    torch.testing.assert_close(found[0], alone)
+    assert reader.model.config.pad_token_id is None
+
+
 @pytest.mark.parametrize("kind", ["bert", "xlnet", "fnet"])
 def test_padding_changes_no_score(kind, tokenizer):
     """BERT masks it; XLNet reads its last position and FNet mixes all of them, so texts of one length share a batch."""
@@ -286,6 +309,8 @@ def test_conversations_go_through_the_reward_models_own_template(tmp_path, token
     answers = [[{"role": "assistant", "content": text}] for text in ("Yes.", "No, I did not like it.")]
     expected = [alone(folder, f"<user>Good?<assistant>{a[0]['content']}")[0] for a in answers]
     assert scorer([prompt, prompt], answers) == pytest.approx(expected, abs=1e-4)
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "Good?"}]}]
+    assert scorer([blocks, blocks], answers) == pytest.approx(expected, abs=1e-4)
 
 
 def test_without_a_template_the_contents_stand_below_each_other(reward_model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -29,7 +30,7 @@ from tokencredit.text.models.model_loading import (
 )
 from tokencredit.text.models.peft_models import ADAPTER_WEIGHTS, attached, load_adapter, peft_errors
 from tokencredit.text.models.precision import dequantise, quantised_layers
-from tokencredit.text.rewards.texts import Text, joined, messages, plain
+from tokencredit.text.rewards.texts import Text, for_template, joined, messages, plain
 from tokencredit.text.rewards.token_trees import TokenTree, batches, grow, tree_inputs
 
 
@@ -68,14 +69,19 @@ class Reader:
         self.limit, self.vocabulary = context(model, tokenizer), rows
         self.eos = (tokenizer.eos_token or "") if append_eos else ""
         self.warned = False
+        self.lock = threading.Lock()
+        """Held by the call that reads: it sets the pad token and the tokenizer's truncation."""
         self.pads = self._ignores_padding()
         """Texts of different lengths may share a batch."""
         self.shares = self._shares_beginnings()
         """Texts may share the states of a common beginning."""
 
-    @torch.no_grad()
     def logits(self, prompts: Sequence[Text], completions: Sequence[Text]) -> Tensor:
         """Logits `[batch, labels]` in float32, on the CPU."""
+        with self.lock, torch.no_grad():
+            return self._logits(prompts, completions)
+
+    def _logits(self, prompts: Sequence[Text], completions: Sequence[Text]) -> Tensor:
         ids = [self.encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         logits = torch.empty(len(ids), self.model.config.num_labels)
         # Prefixes of the same texts: one pass of a causal model has the states of all.
@@ -170,7 +176,7 @@ class Reader:
         if self.text == "completion":
             text, template = plain(completion), False
         elif template := bool(self.tokenizer.chat_template) and not isinstance(prompt, str):
-            conversation = [*messages(prompt, "user"), *messages(completion, "assistant")]
+            conversation = [for_template(x) for x in (*messages(prompt, "user"), *messages(completion, "assistant"))]
             text = str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
         else:
             text = joined(prompt, completion)
