@@ -36,6 +36,8 @@ def test_length():
     assert rated(length(), *texts) == [3.0, 0.0]
     assert rated(length("characters"), *texts) == [16.0, 0.0]
     assert rated(length("tokens"), *texts, completion_ids=[[5, 6, 7, 8, 0], [0]]) == [5.0, 1.0]
+    turns = {"completion_ids": [[5, 6, 7, 8, 0], [0]], "completion_mask": [[1, 0, 0, 1, 1], [1]]}
+    assert rated(length("tokens"), *texts, **turns) == [3.0, 1.0], "sampled ones"
 
 
 def test_count():
