@@ -252,6 +252,13 @@ def test_a_function_may_return_the_coroutine_of_another(timeout):
     def decorated(function):
         return lambda *args, **columns: function(*args)
 
+    async def slow(completions):
+        await asyncio.sleep(0.01)
+        return await judge(completions)
+
+    if timeout is not None:
+        timeout = math.inf  # as long as the platform waits
+        assert rate([Term("f", 1.0, slow, timeout=timeout)]).totals == [float(len(c)) for c in COMPLETIONS]
     functions = (lambda completions, **columns: judge(completions), lambda completions: decorated(judge)(completions))
     for function in (*functions, partial(judge), partial(functions[0], style="short")):
         term = Term("f", 1.0, function, timeout=timeout)
