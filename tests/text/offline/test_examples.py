@@ -137,6 +137,9 @@ def test_a_beginning_of_sequence_stays_when_a_prompt_is_cut(lm, tokenizer):
     rest = ids(tokenizer, "I thought it was")
     end = [*ids(tokenizer, " bad."), tokenizer.eos_token_id]
     assert example["input_ids"] == [tokenizer.bos_token_id, *rest[len(rest) - (4 - len(end)) :], *end]
+    config = CompletionsConfig(add_bos=True, max_length=2, overlong="truncate")
+    (example,), _ = read([{"prompt": "I thought it was", "completion": " bad."}], config, lm, tokenizer)
+    assert example == {"input_ids": [rest[-1], end[0]], "labels": [-100, end[0]]}, "there must be something to learn"
 
 
 def test_the_last_message_of_a_conversation_is_its_completion(lm, tokenizer):
@@ -231,6 +234,13 @@ def test_a_prompt_inside_chosen_and_rejected_is_taken_out(lm, tokenizer):
     expected = paired([{"prompt": question, "chosen": good, "rejected": bad}], lm, chat)
     assert paired(rows, lm, chat) == expected
     assert paired([rows[0] | {"prompt": "How is it?"}], lm, chat) == expected  # as UltraFeedback has it
+    # Equal ones, and one that goes on where the other ends, part before their last common word.
+    for end in ("", ", I think."):
+        pairs = [{"chosen": f"It is bad{end}", "rejected": "It is bad"}]
+        apart = [{"prompt": "It is", "chosen": f" bad{end}", "rejected": " bad"}]
+        assert paired(pairs, lm, tokenizer) == paired(apart, lm, tokenizer)
+    with pytest.raises(ConfigError, match="row 1 of data has no prompt: its chosen and rejected must be"):
+        paired([{"rejected": "A bad one."}, whole], lm, chat)
     for chosen in ("A great joy.", 3, good):
         with pytest.raises(ConfigError, match="row 2 of data has no prompt: its chosen and rejected must be"):
             paired([whole, {"chosen": chosen, "rejected": "The film is bad."}], lm, chat)

@@ -121,10 +121,10 @@ def with_prompts(rows: Rows, config: RowsSettings, completion: str, name: str) -
     if not columns or config.template is not None or (missing and config.column != type(config).column):
         return rows  # a column that is named and not there is answered as such
     if rejected is not None and {completion, rejected} <= set(columns):
-        whole = missing or (is_conversation(first := rows[0][completion]) and first[0]["role"] != "assistant")
+        whole = missing or (is_conversation(first := rows[0].get(completion)) and first[0]["role"] != "assistant")
         if not whole:
             return rows
-        pairs = (without_prompt(row[completion], row[rejected]) for row in rows)
+        pairs = (without_prompt(row.get(completion), row.get(rejected)) for row in rows)
         apart: list[Any] = []
         for row, (number, pair) in zip(rows, enumerate(pairs, start=1), strict=True):
             if pair is None:
@@ -153,7 +153,8 @@ def with_prompts(rows: Rows, config: RowsSettings, completion: str, name: str) -
 def without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
     """The common beginning of two texts, cut before a word, or of two conversations, and the rests; None if none."""
     if isinstance(chosen, str) and isinstance(rejected, str):
-        at = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
+        shortest = min(len(chosen), len(rejected))
+        at = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
         while at and not chosen[at - 1].isspace():
             at -= 1
         at -= chosen[at - 1 : at] == " "  # a completion begins with its blank
@@ -243,7 +244,7 @@ class Encoder:
             )
         if self.config.overlong == "drop":
             return None
-        bos = row.ids[:1] if row.ids[0] == self.tokenizer.bos_token_id else []
+        bos = row.ids[:1] if row.ids[0] == self.tokenizer.bos_token_id and self.limit > 2 else []
         room = max(self.limit - longest, len(bos) + 1)
         prompt = bos + row.ids[max(len(row.ids) - room, 0) + len(bos) :]
         return [prompt, *(completion[: self.limit - len(prompt)] for completion in completions)]
