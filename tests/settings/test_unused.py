@@ -273,6 +273,8 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         for settings, key, why in [
             ({"data.template": "{{ a }}", "data.column": "b"}, "data.column", "with data.template"),
             ({"data.held_out": 0.1, "eval.dataset": "a.jsonl"}, "data.held_out", "with eval.dataset"),
+            ({"data.split": "test"}, "data.split", "without data.dataset"),
+            ({"data.config_name": "en"}, "data.config_name", "without data.dataset"),
             ({"eval.split": "test"}, "eval.split", "without eval.dataset"),
             ({"eval.config_name": "en"}, "eval.config_name", "without eval.dataset"),
             ({"data.epochs": 2.0, "run.iterations": 5}, "run.iterations", "with data.epochs"),

@@ -21,9 +21,9 @@ class RowsSettings(Group):
 
     dataset: str | None = None
     """Data set: a .jsonl, .json, .csv or .parquet file, a folder from Dataset.save_to_disk, or a hub id."""
-    split: str = "train"
+    split: str = setting("train", needs="dataset")
     """Split of the data set."""
-    config_name: str | None = None
+    config_name: str | None = setting(None, needs="dataset")
     """Configuration (subset) of a hub data set; null for its default."""
     column: str = setting("prompt", needs="not template")
     """Column of prompts: texts or conversations."""

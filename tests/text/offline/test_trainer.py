@@ -286,6 +286,9 @@ def test_held_out_rows_come_from_one_place(answers, tmp_path, capsys, data):
     config = SFTConfig.from_dict(settings(tmp_path / "run", **{"data.held_out": 0.5}))
     with pytest.raises(ConfigError, match=r"eval_dataset and data\.held_out are both given"):
         OfflineTrainer(config, train_dataset=answers, eval_dataset=answers)
+    config = SFTConfig.from_dict(settings(tmp_path / "run", **{"data.dataset": str(data["sft"])}))
+    with pytest.raises(ConfigError, match=r"train_dataset and data\.dataset are both given"):
+        OfflineTrainer(config, train_dataset=answers)
     config = SFTConfig.from_dict(settings(tmp_path / "run", **{"eval.every": 2}))
     with pytest.raises(ConfigError, match=r"eval\.every is 2, and no rows are held out"):
         OfflineTrainer(config, train_dataset=answers)

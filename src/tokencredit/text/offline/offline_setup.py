@@ -210,6 +210,8 @@ def load_examples(
             notes.append(f"{dropped} of {len(examples) + dropped} rows of {group} are too long and are dropped")
         return examples
 
+    if train is not None and data.dataset is not None:
+        raise ConfigError("train_dataset and data.dataset are both given; leave one of them out")
     if held_out is not None and (data.held_out or args.eval.dataset):
         key = "eval.dataset" if args.eval.dataset else "data.held_out"
         raise ConfigError(f"eval_dataset and {key} are both given; leave one of them out")

@@ -112,7 +112,7 @@ class OfflineTrainer(Trainer):
         partly = f", {count(trained)} trained" if trained < size else ""
         yield "model", f"{self.args.model.name}, {count(size)} parameters{partly}"
         held = f", {len(self.held_out):,} held out" if self.held_out else ""
-        name = self.args.data.dataset or "from Python"
+        name = self.args.data.dataset or "train_dataset"
         yield "data", f"{len(self.examples):,} rows of {name}{held}"
         jobs = f", {self.processes.count} processes" if self.processes.count > 1 else ""
         yield "device", f"{self.precision.device}, {self.precision.dtype}{jobs}"
