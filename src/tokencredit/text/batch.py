@@ -109,7 +109,7 @@ class Batch:
         if self.episodes is None:
             return self.prompts.answers(self.completions)
         rows = zip(self.episodes, self.prompts.prompts, self.prompts.texts, self.completions, strict=True)
-        return [episode.completion(*row) for episode, *row in rows]
+        return [episode.completion(prompt, rendered, text) for episode, prompt, rendered, text in rows]
 
     def texts(self) -> list[str]:
         """Each prompt's text followed by its completion."""

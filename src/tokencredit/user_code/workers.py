@@ -62,7 +62,7 @@ class Workers:
         """
         rest = timeout
         # Not result(timeout): its TimeoutError would look like the function's own.
-        while not _over(call, rest):
+        while not wait([call], rest and min(rest, threading.TIMEOUT_MAX)).done:
             assert timeout is not None
             rest = timeout if call.started is None else max(call.started + timeout - time.monotonic(), 0)
             if rest == 0 and self._abandon(call):
@@ -123,12 +123,6 @@ class Workers:
             return True
 
 
-def _over(call: Future[Any], seconds: float | None) -> bool:
-    """Wait for a call; true if it has ended."""
-    # The platform waits for 292 years at most.
-    return bool(wait([call], None if seconds is None else min(seconds, threading.TIMEOUT_MAX)).done)
-
-
 class Started(NamedTuple):
     """A coroutine on the event loop; its outcome is for `EventLoop.result`."""
 
@@ -154,7 +148,7 @@ class EventLoop:
     def result(self, started: Started, timeout: float | None) -> Any:
         """Wait for a coroutine's result. If it is late, cancel it, replace a loop that it blocks, raise `TimedOut`."""
         rest = None if timeout is None else max(started.begun + timeout - time.monotonic(), 0)
-        if not _over(started.future, rest):
+        if not wait([started.future], rest and min(rest, threading.TIMEOUT_MAX)).done:
             started.future.cancel()
             loop, answered = self._running(), threading.Event()
             loop.call_soon_threadsafe(answered.set)

@@ -121,13 +121,12 @@ def with_prompts(rows: Rows, config: RowsSettings, completion: str, name: str) -
     if not columns or config.template is not None or (missing and config.column != type(config).column):
         return rows  # a column that is named and not there is answered as such
     if rejected is not None and {completion, rejected} <= set(columns):
-        whole = missing or (is_conversation(first := rows[0].get(completion)) and first[0]["role"] != "assistant")
-        if not whole:
+        first: Any = rows[0].get(completion)
+        if not (missing or (is_conversation(first) and first[0]["role"] != "assistant")):
             return rows
-        pairs = (without_prompt(row.get(completion), row.get(rejected)) for row in rows)
         apart: list[Any] = []
-        for row, (number, pair) in zip(rows, enumerate(pairs, start=1), strict=True):
-            if pair is None:
+        for number, row in enumerate(rows, start=1):
+            if (pair := without_prompt(row.get(completion), row.get(rejected))) is None:
                 raise ConfigError(
                     f"row {number} of {name} has no prompt: its {completion} and {rejected} must be two texts, or two "
                     "conversations, that begin alike, or name the column of prompts, --data.column"
@@ -152,17 +151,14 @@ def with_prompts(rows: Rows, config: RowsSettings, completion: str, name: str) -
 
 def without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
     """The common beginning of two texts, cut before a word, or of two conversations, and the rests; None if none."""
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        shortest = min(len(chosen), len(rejected))
-        at = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
-        while at and not chosen[at - 1].isspace():
-            at -= 1
-        at -= chosen[at - 1 : at] == " "  # a completion begins with its blank
-    elif is_conversation(chosen) and is_conversation(rejected):
-        shortest = min(len(chosen), len(rejected)) - 1
-        at = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
-    else:
+    texts = isinstance(chosen, str) and isinstance(rejected, str)
+    if not (texts or (is_conversation(chosen) and is_conversation(rejected))):
         return None
+    shortest = min(len(chosen), len(rejected)) - (not texts)
+    at = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
+    while texts and at and not chosen[at - 1].isspace():
+        at -= 1
+    at -= chosen[at - 1 : at] == " "  # a completion begins with its blank
     return (chosen[:at], chosen[at:], rejected[at:]) if at > 0 else None
 
 

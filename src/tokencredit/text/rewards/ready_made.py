@@ -43,11 +43,9 @@ def length(unit: str = "words") -> RewardFunction:
     if unit not in (*parts, "tokens"):
         raise ConfigError(f"unit is {unit!r}; it must be one of words, characters, tokens")
 
-    def length(
-        prompts: Texts, completions: Texts, completion_ids: Any = None, completion_mask: Any = None, **columns: Any
-    ) -> list[float]:
+    def length(prompts: Texts, completions: Texts, completion_ids: Any = None, **columns: Any) -> list[float]:
         if unit == "tokens":
-            sampled = [[1] * len(ids) for ids in completion_ids] if completion_mask is None else completion_mask
+            sampled = columns.get("completion_mask", [[1] * len(ids) for ids in completion_ids])
             return [float(sum(row)) for row in sampled]
         return [float(len(parts[unit](completion))) for completion in completions]
 

@@ -151,8 +151,8 @@ class Environments:
         free = self._free[factory.label]
         instance = free.pop(0) if free else self._instance(factory)
         kind = StepEpisode if factory.steps else ToolEpisode
-        instance.user = kind(instance, arguments, self._config.observation_tokens)
-        return instance.user
+        instance.user = episode = kind(instance, arguments, self._config.observation_tokens)
+        return episode
 
     def _factory(self, name: Any) -> Factory:
         if not isinstance(name, str | None) or name not in self.factories:

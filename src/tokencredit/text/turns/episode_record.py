@@ -60,8 +60,8 @@ class Transcript:
         for turn, reply in zip(self.turns, self.replies, strict=True):
             messages.append(turn.message or {"role": "assistant", "content": turn.text})
             messages += as_messages(reply.observation, "user") if reply.observation else []
-        begun = answer(prompt, rendered, messages[0]["content"])
-        return [{**messages[0], "content": begun["content"]}, *messages[1:]]
+        begun = answer(prompt, rendered, messages[0]["content"])["content"]
+        return [messages[0] | {"content": begun}, *messages[1:]]
 
     def turn_rewards(self) -> list[tuple[int, float]]:
         """Number of sampled tokens and reward of each turn."""

@@ -175,12 +175,8 @@ class EpisodeState:
     def __init__(
         self, player: EpisodePlayer, framing: Framing, conversation: Conversation, transcripts: Sequence[Transcript]
     ):
-        self.player, self.framing, self.conversation, self.transcripts = (
-            player,
-            framing,
-            conversation,
-            list(transcripts),
-        )
+        self.player, self.framing, self.conversation = player, framing, conversation
+        self.transcripts = list(transcripts)
         self.pending: dict[int, Future[Reply]] = {}
         self.cut: dict[int, bool] = {}
         """Rows whose turn was cut at its limit."""

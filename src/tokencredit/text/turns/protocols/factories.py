@@ -189,8 +189,8 @@ def own_reward(factory: Factory, workers: Workers, timeout: float) -> Term:
         try:
             return [None if result is None else result() for result in waiting]
         except TimedOut as error:
-            advice = "raise env.timeout if it is only slow"
-            raise RewardError(f"reward term {kind.__name__!r}: get_reward {error}; {advice}") from error
+            cause = f"get_reward {error}; raise env.timeout if it is only slow"
+            raise RewardError(f"reward term {kind.__name__!r}: {cause}") from error
         except (Exception, SystemExit) as error:
             raise RewardError(f"reward term {kind.__name__!r}: get_reward {described(error)}") from error
 
