@@ -70,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def top_level(arguments: Sequence[str]) -> int:
     """What the command does without a subcommand: help, version and shell completion; everything else is refused."""
-    if any(argument in COMMANDS for argument in arguments):
-        raise ConfigError(f"{arguments[0]} belongs after the command")
     if arguments and not arguments[0].startswith("-"):
         near = misspelt(arguments[0], COMMANDS)
         advice = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {arguments[0]}; {advice}")
+    if any(argument in COMMANDS for argument in arguments):
+        raise ConfigError(f"{arguments[0]} belongs after the command")
     parser = Parser("PPO for language models and agents.", prog="tokencredit")
     parser.add_argument("--version", action="store_true", help="Print the version.")
     parser.add_argument(

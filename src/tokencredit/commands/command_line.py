@@ -255,6 +255,9 @@ class Parser(argparse.ArgumentParser):
             known = settings_of(self.kind)
             parent = known.get(name.rpartition(".")[0])
             if parent is not None and not is_dataclass(parent.hint):
+                if get_origin(parent.hint) is dict:
+                    group, _, last = name.rpartition(".")
+                    return f"unknown key {name}; give the whole dict, as in --{group} '{{{last}: VALUE}}'"
                 wanted = wanted_of(parent.hint)
                 return f"unknown key {name}: {parent.name} has no keys of its own; it must be {wanted}"
             own = [option for option in own if option.rstrip("+") not in known]
