@@ -145,6 +145,11 @@ class Run:
         """Iterations before the last change of what is scored."""
         return scored_anew(self.changes)
 
+    @property
+    def scored(self) -> list[dict[str, Any]]:
+        """The rows of metrics since that change, at least the last one."""
+        return self.metrics[self.since :] or self.metrics[-1:]
+
     def frame(self, table: Literal["metrics", "samples", "tokens", "audit"] = "metrics") -> Any:
         """A table as a `pandas.DataFrame`, with the names of metrics.jsonl and samples.jsonl as columns.
 

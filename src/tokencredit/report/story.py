@@ -43,7 +43,7 @@ class Fact(NamedTuple):
 def story(run: Run) -> list[Fact]:
     """The run in short, from model and reward to outcome and trust."""
     metrics, run_kind = run.metrics, run_kind_of(run.config)
-    scored = metrics[run.since :] or metrics[-1:]
+    scored = run.scored
     if run_kind is CONTROL:
         facts = [Fact("trained", f"an agent in {run.setting('env.id')}")]
     elif run_kind in OFFLINE:
@@ -88,7 +88,7 @@ def story(run: Run) -> list[Fact]:
 
 def outcome(run: Run) -> Fact:
     """The headline metric at the start and the end, its rise, and a shaped reward before it was shaped."""
-    scored, run_kind = run.metrics[run.since :] or run.metrics[-1:], run_kind_of(run.config)
+    scored, run_kind = run.scored, run_kind_of(run.config)
     name, _ = headline(scored, run_kind)
     change, before = (" → ".join(map(two_digits, ends(scored, x))) for x in (name, run_kind.headline))
     notes = [rise_in_words(scored, run_kind, run.config, two_digits), averaged(len(run.metrics), run.since)]

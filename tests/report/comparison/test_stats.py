@@ -316,6 +316,22 @@ def test_a_rare_metric_has_its_last_number():
     assert came_out([near], "audit/correlation")[0]["audit/correlation_last"] == "0.75"  # the mean of 0.5 and 1
 
 
+def test_ends_are_of_the_last_reward():
+    """As in the run's summary: rows before the reward changed are of another one; an audit's number is kept."""
+    columns = {"attainable": [0.5] * 6, "eval/reward": [9.0, *[1.0] * 5], "audit/slope": [0.25, *[None] * 5]}
+    run = replace(made("a", [0.0, 0, 0, 0, 1, 2], columns=columns), changes=[(4, "reward[0].weight")])
+    (found,) = came_out([run])
+    assert (found["reward_first"], found["reward_last"], found["eval/reward_best"]) == ("1", "2", "1")
+    assert (found["seconds"], found["iterations"]) == ("6", "6")
+    assert "attainable_last" not in found
+    assert came_out([run], "audit/slope")[0]["audit/slope_last"] == "0.25"
+    assert verdict(group_runs([run]), "reward") == [
+        "reward ends at 2 in 1 run of one setting; there is nothing to compare."
+    ]
+    not_yet = replace(run, changes=[(6, "reward[0].weight")])
+    assert came_out([not_yet])[0]["reward_last"] == "2"
+
+
 def test_agents_have_their_own_outcomes():
     (found,) = came_out([agent()])
     assert found["train/average_length_last"] == "7"

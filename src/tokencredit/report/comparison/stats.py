@@ -19,7 +19,7 @@ from tokencredit.errors import ConfigError, importing
 from tokencredit.provenance.parts import label, parameters
 from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
-from tokencredit.runs.jsonl import is_number
+from tokencredit.runs.jsonl import PRICED, is_number, scored_anew
 from tokencredit.runs.summary import final_mean, finite
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.fields import flat
@@ -320,10 +320,12 @@ def measures(run: Run, metric: str) -> dict[str, Callable[[Run], float | None]]:
         f"{metric}_last": lambda run: last(run, metric),
         f"{kind.evaluation}_best": lambda run: best(column(run, kind.evaluation), default=None),
         "kl_last": lambda run: final_mean(run.metrics, "kl"),
-        "attainable_last": lambda run: final_mean(run.metrics, "attainable"),
+        "attainable_last": lambda run: (
+            None if scored_anew(run.changes, PRICED) else final_mean(run.metrics, "attainable")
+        ),
         "log_ratio_last": lambda run: final_mean(run.metrics, "log_ratio"),
         f"{kind.length}_last": lambda run: final_mean(run.metrics, kind.length),
-        "seconds": lambda run: sum(column(run, "seconds")),
+        "seconds": lambda run: sum(finite(row.get("seconds") for row in run.metrics)),
         "iterations": lambda run: len(run.metrics),
     }
 
@@ -347,13 +349,14 @@ def stopped_by(run: Run) -> str:
 
 def last(run: Run, metric: str) -> float | None:
     """A metric's mean over the last iterations, or its last number if it has none there, as with rare audits."""
-    final = final_mean(run.metrics, metric)
+    final = final_mean(run.scored, metric)
     return next(reversed(column(run, metric)), None) if final is None else final
 
 
 def column(run: Run, metric: str) -> list[float]:
-    """The finite numbers of a metric."""
-    return list(finite(row.get(metric) for row in run.metrics))
+    """The finite numbers of a metric since the last change of what is scored, or all if there are none since."""
+    since, all_rows = ([*finite(row.get(metric) for row in rows)] for rows in (run.scored, run.metrics))
+    return since or all_rows
 
 
 def estimated(found: Sequence[float | None]) -> Estimate | None:
