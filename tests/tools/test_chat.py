@@ -113,6 +113,8 @@ def test_what_models_say_does_nothing_to_the_terminal(terminal, chat_folder):
 def test_the_command_shows_base_policy_and_others(run, capsys, monkeypatch):
     settings = ["--max_new_tokens", "5", "--base", "--beside", "builtin:reviews", str(run)]
     names = [f"{run} (base)", str(run), "builtin:reviews", str(run)]
+    (run / "best").symlink_to("policy")
+    assert speaker(run, "best").name == f"{run} (best)", "beside the last policy"
     assert main(["chat", str(run), *settings, "--message", "The film was"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.partition(":  ")[0] for line in shown] == names

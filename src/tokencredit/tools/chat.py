@@ -80,7 +80,7 @@ def user(message: str) -> dict[str, Any]:
 def load_speaker(source: ModelSource, which: str, options: SamplingOptions) -> Speaker:
     """Load a model for a chat; arguments as in `Policy`, but for the seed: all models have the same, by default 1."""
     policy = Policy(source, which, options, critic=False)
-    name = source.name + (" (base)" if which == "base" else "")
+    name = source.name + (f" ({which})" if which != "policy" else "")
     return Speaker(name, policy, torch.Generator().manual_seed(1 if options.seed is None else options.seed))
 
 
