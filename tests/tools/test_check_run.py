@@ -6,8 +6,9 @@ import pytest
 
 from helpers.models import with_chat_template
 from tokencredit.cli import main
+from tokencredit.errors import ConfigError
 from tokencredit.settings.text import PPOConfig
-from tokencredit.tools.check_run import check
+from tokencredit.tools.check_run import Known, check, check_folder
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,10 @@ def test_a_run_that_can_start_has_no_error_and_writes_nothing(tmp_path, capsys):
     assert {state for state, *_ in lines} == {"ok"}
     assert any("for two made-up completions" in text for _, part, text in lines if part == "reward")
     assert not (tmp_path / "run").exists()
+    (tmp_path / "file").touch()
+    known = Known(PPOConfig.from_dict({"run.dir": str(tmp_path / "file" / "run")}))
+    with pytest.raises(ConfigError, match=r"file' is no folder that can be written to; set run\.dir"):
+        [*check_folder(known)]
 
 
 def test_all_that_is_wrong_is_listed(tmp_path, capsys, monkeypatch):

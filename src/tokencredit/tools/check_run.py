@@ -104,8 +104,8 @@ def check_folder(known: Known) -> Lines:
     folder.refuse_if_used(by_command=True)
     place = folder.path.absolute()
     below = next(path for path in (place, *place.parents) if path.exists())
-    if not os.access(below, os.W_OK):
-        raise ConfigError(f"{str(below)!r} cannot be written to; set run.dir to another folder")
+    if not (below.is_dir() and os.access(below, os.W_OK)):
+        raise ConfigError(f"{str(below)!r} is no folder that can be written to; set run.dir to another folder")
     yield "ok", str(folder.path)
 
 
