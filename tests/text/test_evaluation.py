@@ -235,6 +235,10 @@ def test_rewards_and_prompts_from_python_are_not_replaced_by_the_configurations(
     assert "was begun in Python with reward_funcs, train_dataset, which its folder does not hold" in told
     assert "give --reward '[{function: …}]' and --prompts.text or --prompts.dataset, or evaluate it there" in told
     assert "begun in Python with train_dataset, which" in refused(capsys, "evaluate", str(folder), "--reward", LENGTH)
+    told = refused(capsys, "pairs", str(folder), "--reward", LENGTH, "--out", str(tmp_path / "pairs.jsonl"))
+    assert told.endswith("does not hold; give --prompts.text or --prompts.dataset"), "no trainer makes pairs"
+    told = refused(capsys, "limit", "--config", str(folder / "config.yaml"))
+    assert told.startswith("the run of this configuration was begun in Python with reward_funcs, train_dataset")
     assert main(["evaluate", str(folder), "--reward", LENGTH, *BARE]) == 0
     assert "characters" in capsys.readouterr().out
     assert main(["generate", str(folder)]) == 2

@@ -69,8 +69,9 @@ def limit_of_settings(config: PPOConfig, samples: int, run: Path | None = None) 
     if reason := obstacle(config):
         raise ConfigError(f"no limit: {reason}")
     if arguments := [name for name in config.python if name not in IGNORED]:
+        name = "the run of this configuration" if run is None else repr(str(run))
         raise ConfigError(
-            f"{str(run)!r} was begun in Python with {', '.join(arguments)}, which its folder does not hold; sample "
+            f"{name} was begun in Python with {', '.join(arguments)}, which its folder does not hold; sample "
             "in Python: tokencredit.limit(PPOTrainer(…)), with the same arguments; the first iteration's metrics hold "
             "an estimate"
         )

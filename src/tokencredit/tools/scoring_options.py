@@ -181,9 +181,10 @@ class ScoringOptions(PromptedOptions):
         lost = {key: names for key in missing if (names := [name for name in FROM_PYTHON[key] if name in python])}
         if lost:
             arguments = ", ".join(", ".join(names) for names in lost.values())
+            there = ", or evaluate it there: PPOTrainer(…).evaluate()"
             raise ConfigError(
                 f"{source.name!r} was begun in Python with {arguments}, which its folder does not hold; give "
-                f"{' and '.join(FLAGS[key] for key in lost)}, or evaluate it there: PPOTrainer(…).evaluate()"
+                f"{' and '.join(FLAGS[key] for key in lost)}{there * isinstance(self, EvaluateOptions)}"
             )
         if (missing := [key for key in missing if key != "env"]) and not source.scored:
             raise source.lacks(missing[0], FLAGS[missing[0]])
