@@ -38,7 +38,8 @@ def given_parts(config: PPOConfig, rewards: Sequence[str], dataset: str | None) 
     given: dict[str, Any] = {}
     if rewards:
         loaded = [load_object(name, "reward") if ".py:" in name else name for name in rewards]
-        given["reward_funcs"] = loaded if isinstance(config.python.get("reward_funcs"), list) else loaded[0]
+        listed = isinstance(config.python.get("reward_funcs"), list)
+        given["reward_funcs"] = loaded[0] if len(loaded) == 1 and not listed else loaded
     if dataset is not None:
         given["train_dataset"] = load_object(dataset, "data") if ".py:" in dataset else read_dataset(dataset)
     for argument, option in OPTIONS.items():
