@@ -202,6 +202,8 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["sweep", "nowhere", "--dry_run=true"], "--dry-run: expected no value after ="),
         (["schema", "nowhere"], "COMMAND is 'nowhere'; it must be one of train, control"),
         (["trane"], "unknown command trane; did you mean train?"),
+        (["shema", "sft"], "unknown command shema; did you mean schema?"),
+        (["control", "--env.kwargs.size", "5"], "as in --env.kwargs '{size: VALUE}'"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(arguments, message, capsys):
@@ -343,6 +345,14 @@ def test_a_run_that_cannot_be_written_is_refused_by_its_folder(read_only, monkey
             f"tokencredit: cannot write into the run's folder {str(read_only)!r}; make it writable, or copy the run "
             "elsewhere"
         )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a file system")
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(read_only, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tokencredit.text.evaluation", None)  # an evaluation would fail
+    out = str(read_only / "out.json")
+    told = refused(capsys, "evaluate", str(read_only), "--out", out)
+    assert told == f"--out is {out!r}, and its folder cannot be written to; give another file"
 
 
 def test_a_page_without_a_browser_is_left_to_the_reader(run, tmp_path):

@@ -260,7 +260,7 @@ def check_new_file(option: str, file: str, ending: str) -> Path:
     """The path of a file that a command will write, checked before its work begins.
 
     Raises:
-        ConfigError: it has another ending, exists already, or its folder does not.
+        ConfigError: it has another ending, exists already, or its folder does not or cannot be written to.
     """
     path = Path(file)
     if path.suffix != ending:
@@ -269,6 +269,8 @@ def check_new_file(option: str, file: str, ending: str) -> Path:
         raise ConfigError(f"{option} is {file!r}, which exists already; give another file, or move it away")
     if not path.parent.is_dir():
         raise ConfigError(f"{option} is {file!r}, and its folder does not exist; make it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} is {file!r}, and its folder cannot be written to; give another file")
     return path
 
 
