@@ -19,7 +19,7 @@ from helpers.proofs import proofs
 from helpers.runs import assert_same
 from helpers.warm import together
 from tokencredit.cli import main
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError, RunComplete, RunStopped
 from tokencredit.report.reading import read_run
 from tokencredit.settings.offline import DPOConfig, RewardModelConfig, SFTConfig
 from tokencredit.text.offline.offline_trainer import OfflineTrainer
@@ -102,6 +102,9 @@ def test_epochs_become_iterations(answers, tmp_path):
     passes = [[tuple(row["input_ids"]) for _ in range(3) for row in trainer._next_batch()] for _ in range(2)]
     assert sorted(passes[0]) == sorted(passes[1]) == sorted(tuple(row["input_ids"]) for row in trainer.examples)
     assert passes[0] != passes[1]
+    OfflineTrainer(config, train_dataset=answers).train()
+    with pytest.raises(RunComplete, match=r"all its 6 iterations; raise data\.epochs to continue \(it is 2\)"):
+        OfflineTrainer(config, train_dataset=answers).train(resume_from_checkpoint=True)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_kept(answers, tmp_path):
