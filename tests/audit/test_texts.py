@@ -472,7 +472,7 @@ def test_a_run_with_a_reward_and_rows_from_python_is_audited_there_and_by_the_co
             "was begun in Python with train_dataset, which its .*; a FILE.py is imported, so it trains under if ",
         ),
         (["--reward", "mine.py:other", *given[2:]], r"reward_funcs is other .*; the run had short .*: give the same"),
-        ([*given[:2], "mine.py:other", *given[2:]], r"reward_funcs\[1\] is other"),
+        ([*given[:2], "mine.py:other", *given[2:]], "--reward names 2 rewards, and the run had one"),
         ([*given[:3], "mine.py:OTHERS"], "train_dataset is 1 row of prompt, goal .*; the run had 2 rows of prompt"),
         ([*given, "--no-code"], "--no-code, but --reward"),
     ):

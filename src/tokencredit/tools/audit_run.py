@@ -38,13 +38,14 @@ def given_parts(config: PPOConfig, rewards: Sequence[str], dataset: str | None) 
     given: dict[str, Any] = {}
     if rewards:
         loaded = [load_object(name, "reward") if ".py:" in name else name for name in rewards]
-        listed = isinstance(config.python.get("reward_funcs"), list)
-        given["reward_funcs"] = loaded[0] if len(loaded) == 1 and not listed else loaded
+        given["reward_funcs"] = loaded if isinstance(config.python.get("reward_funcs"), list) else loaded[0]
     if dataset is not None:
         given["train_dataset"] = load_object(dataset, "data") if ".py:" in dataset else read_dataset(dataset)
     for argument, option in OPTIONS.items():
         if argument in given and argument not in config.python:
             raise ConfigError(f"{option} is given, and the run's own is in its folder; leave it out")
+    if rewards[1:] and not isinstance(config.python["reward_funcs"], list):
+        raise ConfigError(f"--reward names {len(rewards)} rewards, and the run had one; name that one")
     return given
 
 
