@@ -82,7 +82,7 @@ def test_what_is_not_there_is_refused(run_folder, tmp_path, capsys):
     (bare / "picture.svg").mkdir()
     assert f"cannot write '{bare / 'picture.svg'}': Is a directory" in refused(capsys, "picture", str(bare))
     (bare / "samples.jsonl").unlink()
-    assert "keeps no completions" in refused(capsys, "picture", str(bare))
+    assert "keeps no completions; runs of tokencredit train keep" in refused(capsys, "picture", str(bare))
 
 
 def test_an_episode_has_its_speakers_and_no_text_is_markup(run, tmp_path):

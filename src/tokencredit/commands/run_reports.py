@@ -210,7 +210,7 @@ def picture(options: Options) -> None:
     shown = read_run(run)
     kept = shown.samples
     if not kept:
-        raise ConfigError(f"{options.run!r} keeps no completions; run.samples sets their number, and agents have none")
+        raise ConfigError(f"{options.run!r} keeps no completions; runs of tokencredit train keep some (run.samples)")
     iterations = list(dict.fromkeys(sample["iteration"] for sample in kept))
     number = options.iteration or iterations[-1]
     found = [sample for sample in kept if sample["iteration"] == number]

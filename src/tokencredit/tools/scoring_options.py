@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import EnvironmentConfig, PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import Named, check, refuse_unused, setting
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, SamplingConfig
 from tokencredit.settings.run_kind import ModelSource, refuse_foreign_code, with_engine
@@ -268,6 +268,8 @@ class PairsOptions(ScoringOptions):
         config = super().configure(source, no_code)
         if config.several_turns():
             raise ConfigError(f"{source.name!r} is a run of several turns; pairs are of completions of one turn")
+        if self.reference is not None and not any(isinstance(term, FunctionTerm) for term in config.reward):
+            raise ConfigError("reference is given, and only a reward's function could read its log-probs; leave it out")
         return config
 
     def needs(self) -> tuple[str, ...]:

@@ -189,6 +189,10 @@ NO_FOLDER = "'x' is no folder here, and as a model of the hub it has no "
             "reward is given, which has no effect with pairs: unranked; leave one of them out",
         ),
         (["x", "--out", "x.jsonl", "--pairs", "unranked", "--noise", "0.1"], "noise is 0.1, which has no effect"),
+        (
+            ["x", "--out", "x.jsonl", *FILM, "--reward", "[{reward_model: m}]", "--reference", "y/z"],
+            "reference is given, and only a reward's function could read its log-probs; leave it out",
+        ),
         (["x", "--out", "x.jsonl", "--margn", "1"], "unknown key margn; did you mean margin?"),
         (["x", "--out", "x.jsonl", "--no-code", *FILM, "--reward", "[{function: a.py:f}]"], "runs a.py:f"),
     ],
