@@ -27,18 +27,7 @@ from tokencredit.runs import resuming
 from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
-from tokencredit.runs.folder import (
-    CHOICES,
-    JOB,
-    PARTS,
-    SHOWN,
-    RunFolder,
-    apply_choices,
-    beside,
-    read_parts,
-    replacing,
-    setting_of,
-)
+from tokencredit.runs.folder import CHOICES, JOB, PARTS, SHOWN, RunFolder, apply_choices, beside, read_parts, replacing
 from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
 from tokencredit.runs.summary import WINDOW, History, Summary, in_iterations, summarise
 from tokencredit.runs.trackers import NO_CURVES, Trackers
@@ -165,7 +154,7 @@ class RunRecord:
         # The newest checkpoint whose files are whole; damaged newer ones are named later.
         done, state, damaged = resuming.newest(path, self.processes, sharded)
         if done >= self.args.iterations and (path / "summary.json").is_file():
-            above, epochs = f", above {done} (it is {self.args.iterations})", setting_of(self.config, "data.epochs")
+            above, epochs = f", above {done} (it is {self.args.iterations})", self.config.get("data", {}).get("epochs")
             more = f"data.epochs to continue (it is {epochs:g})" if epochs else f"run.iterations to continue{above}"
             raise RunComplete(f"{str(path)!r} has done all its {done} iterations; raise {more}")
         if state is None and len(self.history):
