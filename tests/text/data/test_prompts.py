@@ -168,6 +168,15 @@ def test_a_prompt_that_is_no_text_is_refused_by_row(tokenizer, prompt, message):
         Prompts([{"prompt": "A"}, {"prompt": prompt}], tokenizer, name="'x'")
 
 
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_a_token_id_that_the_tokenizer_lacks_is_refused_by_row(tokenizer, wrong):
+    rows = [{"prompt": [5, 6]}, {"prompt": [5, wrong]}]
+    with pytest.raises(
+        ConfigError, match=rf"row 2 of 'x' has the token id {wrong}, which is none of the \d+ of the mod"
+    ):
+        Prompts(rows, tokenizer, name="'x'")
+
+
 @pytest.mark.parametrize("prompt", [["a", "b"], [], QUESTION[0], 7])
 def test_a_first_prompt_of_no_format_is_told_both(tokenizer, prompt):
     with pytest.raises(ConfigError, match=r"row 1 of 'x' is .*; it must be a text or a conversation, a list of mess"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -247,6 +247,10 @@ class Prompts:
             )
         return np.array(kept)
 
+    @cached_property
+    def _known_ids(self) -> set[int]:
+        return set(self.tokenizer.get_vocab().values())
+
     def _fits(self, index: int, text: str, ids: list[int]) -> bool:
         if not ids:
             raise ConfigError(
@@ -270,6 +274,11 @@ class Prompts:
         if self.role and isinstance(prompt, str):
             prompt = [{"role": self.role, "content": prompt}]
         if (ids := as_ids(prompt)) is not None and not self.conversational:
+            if wrong := sorted(set(ids) - self._known_ids):
+                raise ConfigError(
+                    f"{self._label(index)} has the token id {wrong[0]}, which is none of the {len(self._known_ids)} of "
+                    "the model's tokenizer; take that one to make the ids"
+                )
             return ids
         if self.conversational and is_conversation(prompt):
             try:
