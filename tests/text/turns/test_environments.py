@@ -7,6 +7,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.run_kind import foreign_code
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.turns.environments import load_environments
 
 PROMPT = [{"role": "user", "content": "Hello."}]
@@ -115,7 +116,8 @@ def test_an_environment_with_step_has_no_tools(file):
 def test_tools_without_an_environment_need_prompts(file):
     runs = load([f"{file}:search"])
     assert (runs.name, names(runs.tools), runs.pays, runs.terms()) == ("search", ["search"], False, [])
-    runs.check_columns(["prompt", "anything"])
+    rows = Tasks([{"prompt": PROMPT, "environment": {"size": 3}}], name="rows", seed=1)  # no name: one is not selected
+    runs.check_columns(rows.columns, rows.values("environment"))
     with pytest.raises(ConfigError, match="the tools search are given without prompts and without an environment"):
         runs.check_columns(["anything"])
 

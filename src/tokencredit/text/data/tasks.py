@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +73,10 @@ class Tasks:
         ]
         return TaskBatch(rows, seeds, {name: [row.get(name) for row in rows] for name in self.other_columns})
 
-    def values(self, column: str) -> list[Any]:
-        """The distinct values of a column of texts; empty without it."""
+    def values(self, column: str) -> Iterator[Any]:
+        """The values of a column; none without it."""
         rows = [] if self.rows is None or column not in self.columns else self.rows
-        return list(dict.fromkeys(row.get(column) for row in rows))
+        return (row.get(column) for row in rows)
 
     def dropped(self) -> None:
         """None: no row is dropped."""
