@@ -12,6 +12,7 @@ from helpers.runs import metrics
 from tokencredit import Callback, ConfigError, PPOConfig, PPOTrainer
 from tokencredit.errors import RunStopped
 from tokencredit.text.callbacks import EVENTS, check_callbacks
+from tokencredit.text.pipeline import Stages
 
 STAGES = ("iteration", "rollout", "reference", "reward", "update", "evaluation", "audit")
 
@@ -44,6 +45,14 @@ def test_a_method_that_belongs_to_the_object_counts():
         check_callbacks([callback])
     callback.before_update = print
     assert check_callbacks([callback]) == [callback]
+
+
+def test_a_method_that_belongs_to_the_object_is_called_after_each_minibatch():
+    callback, called = having("before_update"), []
+    assert Stages(None, [callback, Callback()]).caller("after_minibatch") is None
+    callback.after_minibatch = lambda trainer, metrics: called.append(metrics)
+    Stages(None, [callback]).caller("after_minibatch")({"minibatch": 1})
+    assert called == [{"minibatch": 1}]
 
 
 def test_a_value_is_no_method():

@@ -334,7 +334,8 @@ class Stages:
 
     def caller(self, event: str) -> Callable[[dict[str, float]], None] | None:
         """Calls the callbacks that have this method with metrics; None if none has."""
-        called = any(getattr(type(x), event, None) not in (None, getattr(Callback, event)) for x in self.callbacks)
+        methods = [getattr(x, event, None) for x in self.callbacks]  # which may belong to the object alone
+        called = any(getattr(x, "__func__", x) not in (None, getattr(Callback, event)) for x in methods)
         return (lambda metrics: self._call(event, metrics=metrics)) if called else None
 
     def _call(self, event: str, **results: Any) -> None:
