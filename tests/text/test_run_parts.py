@@ -4,16 +4,21 @@ import json
 
 import pytest
 import yaml
+from datasets import Dataset, DatasetDict
 
 from helpers.configs import quiet, text_config
 from tokencredit.cli import main
 from tokencredit.report.comparison.stats import group_runs
 from tokencredit.report.reading import read_run
-from tokencredit.settings.data import FunctionTerm
+from tokencredit.settings.data import FunctionTerm, PromptsConfig
 from tokencredit.settings.rollout import RolloutConfig
+from tokencredit.settings.training import EvalConfig
 from tokencredit.text.callbacks import Callback
+from tokencredit.text.data.prompts import load_prompts
+from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.text.run_parts import part_of
+from tokencredit.text.rewards.calls import Term
+from tokencredit.text.run_parts import part_of, parts_of
 
 ROWS = [{"prompt": "This movie"}, {"prompt": "I"}]
 
@@ -68,6 +73,34 @@ def test_a_term_of_a_configuration_from_python_is_known_by_its_code(tmp_path):
         digests.add(part["digest"])
     assert len(digests) == 2
     assert part_of(FunctionTerm(function="repetition"))["arguments"] == {"function": "repetition"}
+
+
+def test_a_functions_own_argument_weight_is_told_from_its_terms():
+    def score(completions, weight=1.0, **columns):
+        return [weight for _ in completions]
+
+    def arguments(term_weight, weight):
+        return part_of(Term("score", term_weight, score, {"weight": weight}))["arguments"]
+
+    assert arguments(1.0, 2.0) == {"weight": 2.0}
+    assert arguments(0.5, 2.0) == {"weight": 2.0, "term_weight": 0.5}
+
+
+def test_the_rows_of_evaluations_are_a_part_where_they_are_others(tokenizer, tmp_path):
+    place, start = str(tmp_path / "rows"), {"model": "", "tokenizer": ""}
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(place)
+
+    def named(args, given, *rows):
+        parts = parts_of(args, given, *rows, start)
+        return {key: part["rows"] for key, part in parts.items() if "rows" in part}
+
+    held_out = EvalConfig(every=1, samples=2, dataset=place, split="test")
+    args = text_config(tmp_path, prompts=PromptsConfig(dataset=place), eval=held_out)
+    groups = {"prompts": args.prompts, "eval": args.held_out_prompts()}
+    rows = [load_prompts(x, tokenizer, seed=1, limit=None, group=group) for group, x in groups.items()]
+    assert named(args, {}, *rows) == {"prompts.dataset": 2, "eval.dataset": 1}
+    trained, evaluated = (Tasks(ROWS, name=name, seed=1) for name in ("train_dataset", "eval_dataset"))
+    assert named(text_config(tmp_path), {"train_dataset": ROWS}, trained, evaluated) == {"train_dataset": 2}
 
 
 def test_runs_of_other_rewards_are_no_repetitions_and_other_files_are(runs):

@@ -55,7 +55,8 @@ def parts_of(
             parts[argument] = {"name": type(value).__name__, "digest": fingerprints[argument]}
         elif argument not in ("train_dataset", "eval_dataset", *parts):
             parts |= {key: part_of(entry) or describe(entry) for key, entry in entries(argument, value).items()}
-    for group, rows in {held_out.name: ("eval", held_out), prompts.name: ("prompts", prompts)}.values():
+    apart = args.held_out_prompts() is not None or "eval_dataset" in given
+    for group, rows in (("prompts", prompts), *[("eval", held_out)] * apart):
         if rows.rows is not None and rows.name != f"{group}.text":
             parts[rows.name if rows.name in given else f"{group}.dataset"] = describe(rows.rows)
     return parts
@@ -97,7 +98,8 @@ def entries(argument: str, value: Any) -> dict[str, Any]:
 def part_of(value: Any) -> Part | None:
     """The description of an entry, or of what a setting names; None for a name of ours or of the hub."""
     if isinstance(value, Term):
-        weight = {} if value.weight == 1 else {"weight": value.weight}
+        name = "term_weight" if "weight" in value.kwargs else "weight"  # beside the function's own
+        weight = {} if value.weight == 1 else {name: value.weight}
         return describe(partial(value.function, **value.kwargs, **weight))
     if isinstance(value, RewardTerm):  # with the code or the weights that it names
         part, (kind, name) = describe(value), value.source()
