@@ -207,5 +207,6 @@ def test_by_default_as_many_prefixes_are_scored_as_cost_a_quarter_of_the_policys
     # A resumed run keeps its number.
     terms, rows = trainer.pipeline.terms, trainer.prompts
     assert choose_spacing(text_config(tmp_path), terms, lm, rows, 7).critic.prefix_every == 7
-    with pytest.raises(ConfigError, match=r"critic\.prefix_every is 7, and no reward term scores prefixes"):
+    refused = r"critic\.prefix_every is 7, and no reward term scores prefixes; .* or begin a new run: it cannot change"
+    with pytest.raises(ConfigError, match=refused):
         choose_spacing(text_config(tmp_path), [Term("vowels", 1.0, vowels)], lm, rows, 7)

@@ -83,9 +83,10 @@ def choose_spacing(
     if every and isinstance(rows, Tasks):
         raise ConfigError(f"critic.prefix_every is {every}, and prefixes of several turns are not scored; leave it out")
     if every and not found:
+        cure = "leave it out" if every == args.critic.prefix_every else "begin a new run: it cannot change any more"
         raise ConfigError(
             f"critic.prefix_every is {every}, and no reward term scores prefixes; set prefix: true for a function of "
-            "the text that is cheap and has no effects, or leave it out"
+            f"the text that is cheap and has no effects, or {cure}"
         )
     if named and not every:
         raise ConfigError(
