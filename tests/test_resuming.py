@@ -411,12 +411,15 @@ def test_another_reward_from_python_is_refused_or_allowed_by_name_and_an_event(t
     def long(completions, **columns):
         return [1.0 for _ in completions]
 
-    PPOTrainer(args=text(tmp_path / "run", 1), reward_funcs=long).train()
-    args = text(tmp_path / "run", 2)
+    running = {"score": ScoreConfig(normalize="running")}
+    PPOTrainer(args=text(tmp_path / "run", 1, **running), reward_funcs=long).train()
+    args = text(tmp_path / "run", 2, **running)
     with pytest.raises(ConfigError, match=r"reward_funcs is .*short \(test_resuming\.py, .*begun with .*long \("):
         PPOTrainer(args=args, reward_funcs=short).train(resume_from_checkpoint=True)
     args = replace(args, run=replace(args.run, allow_changed=["reward_funcs"]))
-    summary = PPOTrainer(args=args, reward_funcs=short).train(resume_from_checkpoint=True)
+    trainer = PPOTrainer(args=args, reward_funcs=short)
+    summary = trainer.train(resume_from_checkpoint=True)
+    assert (trainer.credit.scores.count, trainer.credit.scores.mean) == (8, -1.0), "none of the other reward's"
     [event] = [line for line in read_events(tmp_path / "run") if "reward_funcs" in line]
     assert re.search(r"reward_funcs is now .*short \(.*; it was .*long \(", event)
     assert (summary.first, summary.last) == (-1.0, -1.0)

@@ -185,12 +185,12 @@ def test_completions_that_are_left_out_of_the_loss_are_left_out_here(tmp_path):
 
 def scores_with(batch, spoil):
     """A reward of its own texts that does something else in one batch."""
-    calls = []
+    calls, due = [], {batch: spoil}  # its state, which makes it no other part
 
     def score(completions, **columns):
         calls.append(len(completions))
-        scores = [len(text) / 50 for text in completions]
-        return spoil(scores) if len(calls) == batch else scores
+        spoil, scores = due.pop(len(calls), None), [len(text) / 50 for text in completions]
+        return scores if spoil is None else spoil(scores)
 
     return score
 
@@ -250,9 +250,7 @@ def test_a_run_that_is_cut_short_in_it_ends_as_one_that_was_not(batch, end, undi
     spoil = kill if end is Killed else interrupt
     with pytest.raises(end):
         PPOTrainer(args=small(tmp_path / "cut", **NORMALIZED), reward_funcs=scores_with(batch, spoil)).train()
-    args = small(
-        tmp_path / "cut", **NORMALIZED, run=quiet(tmp_path / "cut", 2, save_every=10, allow_changed=["reward_funcs"])
-    )
+    args = small(tmp_path / "cut", **NORMALIZED)
     PPOTrainer(args=args, reward_funcs=scores_with(0, kill)).train(resume_from_checkpoint=True)
     assert_same(undisturbed, tmp_path / "cut")
     finished = batch > 2

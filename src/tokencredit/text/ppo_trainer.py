@@ -252,7 +252,8 @@ class PPOTrainer(LoopByHand):
                 # Nothing is learned from a batch with numbers that are not finite; too many of them end the run.
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), diverged=bad.diverged, texts=bad.texts)
                 self.before, self.updated = None, {}  # the batch is counted
-                metrics |= {"reward": math.nan, "tokens": float(bad.rollout.mask.sum()), "steps": 0, "bad_steps": 1}
+                tokens = float(self.processes.sum(bad.rollout.mask.sum()))
+                metrics |= {"reward": math.nan, "tokens": tokens, "steps": 0, "bad_steps": 1}
             else:
                 # The batch is measured before it is learned from.
                 metrics |= batch.metrics(self.processes, self.credit.shaped(batch)) | self.credit.metrics()
@@ -356,14 +357,12 @@ class PPOTrainer(LoopByHand):
         return sharded_parameters(self.policy)
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:
-        """Restore `state`, with its second part under `process`; `changed` are keys of changed settings.
-
-        Refuses another model or tokenizer than those that the run began with.
-        """
+        """Restore `state`, with the second part as `process`, if of this model; `changed` are keys of settings."""
         check_origin(state["origin"], self.origin, self.args.model.name)
         self.learner.load(state)
-        for parts, groups in ((("kl",), "kl."), (("prefixes", "lam_choice"), ("reward", "score."))):
-            for part in parts if any(key.startswith(groups) for key in changed) else ():
+        of_rewards = dict.fromkeys(("baseline", "prefixes", "lam_choice"), ("reward", "score."))
+        for part, groups in {"kl": "kl.", "scores": "reward", **of_rewards}.items():
+            if any(key.startswith(groups) for key in changed):  # it begins anew
                 del state["credit"][part]
         self._restore(state | {"random": state["process"]["random"]})
         self.pipeline.engine.weights_changed()
