@@ -73,6 +73,11 @@ def test_an_evaluation_without_its_engine_is_skipped_and_the_run_goes_on(results
 
 
 @slow
+def test_a_skipped_batch_counts_the_tokens_of_all_processes(results):
+    assert [result["skipped"] for result in results[1]] == [32, 32]
+
+
+@slow
 def test_a_disk_that_is_full_at_the_end_ends_all_processes(results):
     assert "I/O error: No space left on device" in results[1][0]["disk"]
     assert "process 0: I/O error: No space left on device" in results[1][1]["disk"]

@@ -1,6 +1,7 @@
 """A program for two processes: where a run's parts meet. Arguments: a model's folder, and a folder for results."""
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -106,6 +107,17 @@ def evaluated_without(processes, model, folder):
     return trainer.train()["iterations"]
 
 
+def skipped(processes, model, folder):
+    """Tokens of a batch that is skipped, since a reward is not finite in the second process."""
+    settings = run_settings(model, folder) | {"rollout.stop_at_eos": False}
+    score = 0.0 if processes.main else math.nan
+    trainer = PPOTrainer(
+        args=PPOConfig.from_dict(settings), reward_funcs=lambda completions: [score] * len(completions)
+    )
+    trainer.record.begin(trainer.args, 0, 0)
+    return trainer.iteration(1)[0]["tokens"]
+
+
 def disk_full(processes, model, folder):
     """The error in each process if the first one cannot write the policy at the end."""
     settings = run_settings(model, folder) | {"run.shard": "full", "run.iterations": 1, "critic.kind": "separate"}
@@ -160,6 +172,7 @@ def main(model, folder):
     results["unscored"] = unscored(processes, model, folder / "unscored")
     results["rollout"] = sampling_failed(processes, model, folder / "rollout")
     results["evaluated"] = evaluated_without(processes, model, folder / "evaluated")
+    results["skipped"] = skipped(processes, model, folder / "skipped")
     results["disk"] = disk_full(processes, model, folder / "disk")
     results |= {"graver": graver(processes), "memory": no_memory(processes)}
     results["chosen"], results["unseen"] = folders(processes, folder)
