@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -122,6 +123,15 @@ def test_data_have_rows_columns_and_a_digest(kind):
     part = describe(rows)
     assert (part["rows"], part["columns"]) == (2, ["prompt", "label"])
     assert label(part) == f"2 rows of prompt, label ({part['digest'][:8]})"
+
+
+@pytest.mark.parametrize("make", [np.int64, np.array, torch.tensor, lambda x: pd.Series([x])])
+def test_numbers_of_scalars_arrays_and_tables_count(make):
+    one, two, same = make(1), make(2), make(1)
+    digests = [describe([{"label": x}])["digest"] for x in (one, two, same)]
+    assert digests[0] == digests[2] != digests[1]
+    digests = [describe(partial(score, power=x))["digest"] for x in (one, two, same)]
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_libraries_are_not_the_users():

@@ -76,12 +76,17 @@ def rows_digest(rows: Any) -> str:
     """SHA-256 of a list of rows or a `Dataset`, with all columns."""
     sha = hashlib.sha256()
     if isinstance(rows, list):
-        sha.update(json.dumps(rows, default=lambda value: type(value).__name__).encode())
+        sha.update(json.dumps(rows, default=_as_json).encode())
         return sha.hexdigest()
     for table in rows.with_format("arrow").iter(CHUNK):
         for batch in table.to_batches():
             sha.update(batch.serialize())
     return sha.hexdigest()
+
+
+def _as_json(value: Any) -> Any:
+    """The numbers of an array, a tensor or a scalar of NumPy; the type's name of another value."""
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def column_names(rows: Any) -> list[str]:
@@ -179,8 +184,10 @@ def _sha(value: Any) -> str:
 
 
 def _numbers(array: Any) -> bytes:
-    """The numbers of an array or tensor."""
-    array = array.detach().float().cpu().numpy() if hasattr(array, "detach") else array
+    """The numbers of an array, a tensor or a column of a table."""
+    import numpy as np  # loaded by whatever made the array
+
+    array = np.asarray(array.detach().float().cpu() if hasattr(array, "detach") else array)
     return array.tobytes() if array.dtype != object else repr(array.tolist()).encode()
 
 
