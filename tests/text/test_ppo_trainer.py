@@ -353,6 +353,10 @@ def test_the_arguments_of_trls_trainers(model_folders, tokenizer, tmp_path):
     def short(completions, **columns):
         return [-len(c) / 100 for c in completions]
 
+    name, model.config._name_or_path = model.config._name_or_path, ""
+    with pytest.raises(ConfigError, match=r"model: the loaded model has no name .*; pass it as processing_class"):
+        PPOTrainer(model=model, reward_funcs=short, args=small(tmp_path / "run"))
+    model.config._name_or_path = name
     rows = [{"prompt": "A film", "word": "a"}, {"prompt": "This movie was", "word": "e"}]
     trainer = PPOTrainer(
         model=model,

@@ -83,6 +83,8 @@ def load_start(
                 "load it with quantization_config=BitsAndBytesConfig(…) and leave the key out"
             )
         lm = adopt(model)
+        if tokenizer is None and not args.name:
+            raise ConfigError("the loaded model has no name to find its tokenizer by; pass it as processing_class")
         tokenizer = tokenizer or load_tokenizer(args)
         check_language_model(args, lm, tokenizer)
     if args.adapter == "merge" and attached(lm) is None:
