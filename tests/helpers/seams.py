@@ -108,14 +108,17 @@ def evaluated_without(processes, model, folder):
 
 
 def skipped(processes, model, folder):
-    """Tokens of a batch that is skipped, since a reward is not finite in the second process."""
-    settings = run_settings(model, folder) | {"rollout.stop_at_eos": False}
-    score = 0.0 if processes.main else math.nan
-    trainer = PPOTrainer(
-        args=PPOConfig.from_dict(settings), reward_funcs=lambda completions: [score] * len(completions)
-    )
+    """Reward of a batch of which the second process scores nothing; tokens of one that is skipped for its NaN."""
+    settings, other = run_settings(model, folder) | {"rollout.stop_at_eos": False}, [None, math.nan]
+
+    def score(completions):
+        return [1.0 if processes.main else other[0]] * len(completions)
+
+    trainer = PPOTrainer(args=PPOConfig.from_dict(settings), reward_funcs=score)
     trainer.record.begin(trainer.args, 0, 0)
-    return trainer.iteration(1)[0]["tokens"]
+    reward = trainer.iteration(1)[0]["reward"]
+    other.pop(0)
+    return reward, trainer.iteration(2)[0]["tokens"]
 
 
 def disk_full(processes, model, folder):

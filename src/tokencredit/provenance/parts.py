@@ -76,17 +76,13 @@ def rows_digest(rows: Any) -> str:
     """SHA-256 of a list of rows or a `Dataset`, with all columns."""
     sha = hashlib.sha256()
     if isinstance(rows, list):
-        sha.update(json.dumps(rows, default=_as_json).encode())
+        text = partial(json.dumps, default=lambda x: x.tolist() if hasattr(x, "tolist") else type(x).__name__)
+        sha.update(text(rows).encode())
         return sha.hexdigest()
     for table in rows.with_format("arrow").iter(CHUNK):
         for batch in table.to_batches():
             sha.update(batch.serialize())
     return sha.hexdigest()
-
-
-def _as_json(value: Any) -> Any:
-    """The numbers of an array, a tensor or a scalar of NumPy; the type's name of another value."""
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def column_names(rows: Any) -> list[str]:
