@@ -44,6 +44,12 @@ def test_explained_variance_by_hand():
     assert explained_variance(X, torch.ones_like(X), MASK).isnan()
 
 
+def test_returns_that_differ_by_rounding_have_nothing_to_explain():
+    returns = torch.tensor([[0.7, 0.1 + 0.6, 0.7 + 6e-8]])
+    assert returns.unique().numel() > 1
+    assert explained_variance(torch.tensor([[0.5, 0.6, 0.7]]), returns, torch.ones_like(returns, dtype=bool)).isnan()
+
+
 @st.composite
 def masked_tensors(draw):
     shape = draw(st.integers(1, 5)), draw(st.integers(1, 20))

@@ -81,15 +81,15 @@ def above_rounding(deviation: Tensor, mean: Tensor) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
     """Explained variance of the critic: 1 − Var[R − V] / Var[R].
 
-    1 is a perfect critic; 0 is no better than a constant; below 0 is worse. NaN if the returns do not vary, because
-    there is then nothing to explain.
+    1 is a perfect critic; 0 is no better than a constant; below 0 is worse. NaN if the returns are constant up to
+    rounding, because there is then nothing to explain.
 
     All three of the same shape; `reduce` sums a tensor over processes. Returns a scalar.
     """
     require_tensors(values=values, returns=returns, mask=mask)
-    count, _, total = moments(returns, mask, reduce)
+    count, mean, total = moments(returns, mask, reduce)
     _, _, residual = moments(zero_outside(returns, mask) - zero_outside(values, mask), mask, reduce, count=count)
-    return torch.where(total > 0, 1 - residual / total, torch.full_like(total, torch.nan))
+    return torch.where(above_rounding(total.sqrt(), mean), 1 - residual / total, torch.full_like(total, torch.nan))
 
 
 def moments_and_centred(
