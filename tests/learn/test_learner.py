@@ -347,6 +347,21 @@ def test_micro_batches_change_no_step_of_the_critic_alone(world, tokens):
     torch.testing.assert_close(*values)
 
 
+def test_the_value_loss_of_the_critic_alone_is_that_of_its_last_pass(world):
+    """Also where a pass has fewer minibatches with a token in the loss than there are minibatches."""
+    policy, experience = world
+    start, learners = policy.value.detach().clone(), [learner_of(policy, minibatches=2 * ROWS) for _ in range(2)]
+
+    def loss(learner, passes):
+        metrics, _ = learner.critic_steps(experience, OBJECTIVE, passes, lambda *_: None)
+        assert metrics["critic_steps"] == passes * ROWS
+        return metrics["critic_value_loss"]
+
+    first, second = loss(learners[0], 1), loss(learners[0], 1)
+    policy.value.data = start
+    assert first > loss(learners[1], 2) == second
+
+
 @pytest.mark.slow
 def test_the_critic_alone_fits_the_returns_and_leaves_the_policy_bit_for_bit(world):
     """A table's best values are the mean returns of its states; momentum and decay move the policy's table no more."""

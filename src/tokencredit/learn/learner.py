@@ -165,9 +165,10 @@ class Learner:
         Returns `critic_steps` and `critic_value_loss`, and the number of skipped steps. `on_step` is called after each
         minibatch, and may raise.
         """
-        losses: list[float] = []
-        bad_steps, count = 0, self.settings.minibatches
+        last: list[float] = []
+        steps, bad_steps, count = 0, 0, self.settings.minibatches
         for _ in range(passes):
+            losses: list[float] = []
             for minibatch in minibatches(experience, objective, count, self.generator, self.processes):
                 loss, grad_norm = self.critic_gradient(minibatch, objective)
                 if not self.processes.all(math.isfinite(loss + grad_norm)):
@@ -177,10 +178,10 @@ class Learner:
                 self.optimizer.step()
                 losses.append(loss)
                 on_step(minibatch, None)
-        if not losses:
+            steps, last = steps + len(losses), losses or last
+        if not steps:
             return {}, bad_steps
-        last = losses[-count:]
-        return {"critic_steps": len(losses), "critic_value_loss": sum(last) / len(last)}, bad_steps
+        return {"critic_steps": steps, "critic_value_loss": sum(last) / len(last)}, bad_steps
 
     def critic_gradient(self, minibatch: Experience, objective: Objective) -> tuple[float, float]:
         """Compute the clipped value-loss gradient of the critic's own parameters; returns loss and gradient norm.
