@@ -101,6 +101,14 @@ def test_weights_of_a_module_count():
     assert "source" not in before  # a library's
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bfloat16, torch.bool])
+def test_each_number_of_a_tensor_counts(dtype):
+    one, other = (
+        partial(score, power=torch.tensor(2**24 + x).sub(2**24 * (dtype.itemsize < 8)).to(dtype)) for x in (0, 1)
+    )
+    assert describe(one)["digest"] != describe(other)["digest"]
+
+
 def test_code_that_is_typed_in_has_a_digest():
     space = {}
     exec("def f(x):\n    return x + 1\ndef g(x):\n    return x + 2", space)

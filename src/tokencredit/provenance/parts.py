@@ -183,7 +183,10 @@ def _numbers(array: Any) -> bytes:
     """The numbers of an array, a tensor or a column of a table."""
     import numpy as np  # loaded by whatever made the array
 
-    array = np.asarray(array.detach().float().cpu() if hasattr(array, "detach") else array)
+    if hasattr(array, "detach"):
+        array = array.detach().cpu()
+        array = array.float() if array.is_floating_point() and array.itemsize < 4 else array  # NumPy has no bfloat16
+    array = np.asarray(array)
     return array.tobytes() if array.dtype != object else repr(array.tolist()).encode()
 
 
