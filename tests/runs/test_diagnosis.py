@@ -654,6 +654,8 @@ def test_the_first_cure_of_a_critic_depends_on_how_it_fails():
     rows = [row | {"reward": 3.0, "value_mean": 0.4, "explained_variance": 0.0, "kl": 0.1} for row in healthy()]
     (lags,) = diagnose(rows, CONFIG | {"critic": {"kind": "separate"}}, ended=False)
     assert (lags.title, lags.cures[0]) == ("the critic lags behind the rewards", "raise critic.lr and critic.trunk_lr")
+    normalized = diagnose(rows, CONFIG | {"score": {"normalize": "running"}}, ended=False)
+    assert normalized == [], "the critic's values are not in units of the reward"
     noisy, wild = ([row | {"explained_variance": x} for row in sick("explained_variance")] for x in (-0.5, -5.0))
     assert [diagnose(rows, CONFIG)[0].cures[0].split(" (")[0] for rows in (noisy, wild)] == [
         "give the critic more steps",

@@ -63,6 +63,7 @@ def explained_variance(run: Evidence) -> Finding | None:
     """
     explained = run.mean("explained_variance", slice(-SETTLED, None))
     far = abs(run.last("value_mean") - run.last(run.reward)) > FAR * run.last(run.deviation)
+    far = far and run.setting("score.normalize") in (None, "none")  # else values are not in units of the reward
     lags, wild = far and explained < 0.1 and run.run_kind is not CONTROL, explained < -1
     if len(run) < 2 * SETTLED or run.learns() or not (lags or explained < -NOISE):
         return None
