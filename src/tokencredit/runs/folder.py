@@ -115,11 +115,11 @@ class RunFolder:
         recover(self.path / "checkpoints")
 
     def rewind(self, iteration: int, sizes: Mapping[str, int]) -> None:
-        """Truncate files to their sizes at this iteration; remove later completions, an end's summary, and a later or
-        unreadable audit or episode."""
-        for file in (self.path / COMPLETIONS).glob("*.parquet"):
+        """Truncate files to their sizes at this iteration; remove later completions, later checkpoints, which are
+        damaged, an end's summary, and a later or unreadable audit or episode."""
+        for file in [*(self.path / COMPLETIONS).glob("*.parquet"), *(self.path / "checkpoints").glob("*")]:
             if file.stem.isdecimal() and int(file.stem) > iteration:
-                file.unlink()
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
         for name, size in sizes.items():
             if (self.path / name).exists():
                 os.truncate(self.path / name, size)
