@@ -1,6 +1,7 @@
 """A run's record without a trainer: what stands in its folder, and from where it goes on."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from tokencredit.runs.recorder import BAD_STEPS_KEPT, RunRecord
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import OptimConfig, RunConfig
+from tokencredit.settings.training import KLConfig, OptimConfig, RunConfig
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +70,84 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path):
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optim"]["lr"] == 0.5
 
 
+def test_a_change_counts_until_a_checkpoint_has_it(tmp_path):
+    """Else a controller would go on from the checkpoint, and the new coefficient be lost without a word."""
+    args, made = begun(tmp_path / "run")
+    made.folder.unlock()
+    args = replace(args, kl=KLConfig(coef=0.2))
+    assert resumed(args)[2] == {"kl.coef"}  # killed before its next checkpoint
+    done, _, changed = resumed(args)
+    assert (done, changed) == (2, {"kl.coef"})
+    made = record(args)
+    made.resume(args, 0, lambda *_: ())
+    iterate(made, [3])
+    made.folder.unlock()
+    assert resumed(args)[::2] == (3, set())
+    # It counts again from a checkpoint before it, until the iterations are done again.
+    (tmp_path / "run" / "checkpoints" / "000003" / "manifest.json").write_text("{}")
+    made, changes = record(args), []
+    made.resume(args, 0, lambda _, changed: changes.append(changed) or ())
+    assert changes == [{"kl.coef"}]
+    iterate(made, [3])
+    made.folder.unlock()
+    assert resumed(args)[::2] == (3, set())
+
+
+class Killed(BaseException):
+    """Ends a start as SIGKILL would."""
+
+
+def killed_before(made, name):
+    """A record whose process ends before it writes this file."""
+    write = made.folder.write
+
+    def until(file, text):
+        if file == name:
+            raise Killed
+        write(file, text)
+
+    made.folder.write = until
+    return made
+
+
+@pytest.mark.parametrize("name", ["parts.json", "choices.json", "config.yaml"])
+def test_a_start_that_is_killed_between_two_files_can_be_made_again(name, tmp_path):
+    args, part = config(tmp_path / "run"), {"reward_funcs": {"name": "judge", "digest": "0" * 64}}
+    for kill in (True, False):
+        made = record(args, {"critic.prefix_every": 1})
+        made.parts = part
+        if kill:
+            with pytest.raises(Killed):
+                killed_before(made, name).begin(args, 0, 0)
+            made.folder.unlock()
+    made.begin(args, 0, 0)
+    iterate(made, [1])
+    made.folder.unlock()
+    # A resumption too: what has changed is an event, or is still to be noticed.
+    args = replace(args, kl=KLConfig(coef=0.2))
+    for kill in (True, False):
+        made, changes = record(args, {"critic.prefix_every": 1}), []
+        made.parts = part
+        made = killed_before(made, name) if kill else made
+        with pytest.raises(Killed) if kill else nullcontext():
+            made.resume(args, 0, lambda _, changed, changes=changes: changes.append(changed) or ())
+        made.folder.unlock()
+        assert changes == [{"kl.coef"}]
+    assert "kl.coef is now 0.2; it was 0.05" in read_events(tmp_path / "run")
+
+
+def test_checkpoints_that_cannot_be_used_are_not_kept_in_place_of_good_ones(tmp_path):
+    args, made = begun(tmp_path / "run", iterations=4)
+    made.folder.unlock()
+    for number in (3, 4):
+        (tmp_path / "run" / "checkpoints" / f"{number:06d}" / "manifest.json").write_text("{}")
+    args = replace(args, run=replace(args.run, keep_last=2))
+    made = record(args)
+    assert made.resume(args, 0, lambda *_: ()) == 2
+    made.checkpoint(2, {"weights": torch.tensor([2.0])}, {})
+    assert {folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()} == {"000001", "000002"}
+
+
 def test_half_an_event_is_removed_before_more_are_written(tmp_path):
     args, made = begun(tmp_path / "run")
     made.log("before")
@@ -79,6 +158,15 @@ def test_half_an_event_is_removed_before_more_are_written(tmp_path):
     again.resume(args, 0, lambda *_: ())
     again.log("after")
     assert read_events(tmp_path / "run")[-3:] == ["before", "resumed after iteration 2", "after"]
+
+
+def test_a_record_that_has_run_does_not_begin_anew_with_its_weights(tmp_path):
+    """As after a failure in the first update, or in pretraining: no iteration is done, and weights have changed."""
+    args, made = begun(tmp_path / "run", iterations=0)
+    with pytest.raises(ConfigError, match="weights may have changed since its start; make another trainer"):
+        made.resume(args, 0, lambda *_: ())
+    made.folder.unlock()
+    assert resumed(args)[0] == 0
 
 
 def test_the_dates_of_all_starts_are_in_the_summary(tmp_path):

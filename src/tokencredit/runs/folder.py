@@ -66,7 +66,8 @@ class RunFolder:
             return
         if not self.path.is_dir():
             raise ConfigError(f"run.dir {str(self.path)!r} is a file; give a new folder, or an empty one")
-        unfinished = {LOCK, beside(self.path / JOB, "part").name} | ({JOB} if self.begun() else set())
+        unfinished = {LOCK, PARTS, CHOICES} | ({JOB} if self.begun() else set())
+        unfinished |= {beside(self.path / name, "part").name for name in (JOB, PARTS, CHOICES, "config.yaml")}
         if any(path.name not in unfinished for path in self.path.iterdir()):
             how = f"--resume {self.path}" if by_command else "train(resume_from_checkpoint=True)"
             resume = f", or resume the run with {how}" if (self.path / "config.yaml").is_file() else ""

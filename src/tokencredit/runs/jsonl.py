@@ -166,8 +166,9 @@ def read_changes(file: Path) -> list[tuple[int, str]]:
     changes: list[tuple[int, str]] = []
     for _, event in read_lines(file):
         after: Any = event.get("after_iteration")
-        if is_count(after) and isinstance(key := event.get("changed"), str):
-            changes = [(min(earlier, after), name) for earlier, name in changes] + [(after, key)]
+        if is_count(after):
+            changes = [(min(earlier, after), name) for earlier, name in changes]
+            changes += [(after, key)] if isinstance(key := event.get("changed"), str) else []
     return changes
 
 

@@ -157,24 +157,27 @@ class RunRecord:
             above, epochs = f", above {done} (it is {self.args.iterations})", self.config.get("data", {}).get("epochs")
             more = f"data.epochs to continue (it is {epochs:g})" if epochs else f"run.iterations to continue{above}"
             raise RunComplete(f"{str(path)!r} has done all its {done} iterations; raise {more}")
-        if state is None and len(self.history):
+        if state is None and self.running:
             raise ConfigError(
-                f"{str(path)!r} has no checkpoint to go back to, and this trainer's weights have changed since its "
+                f"{str(path)!r} has no checkpoint to go back to, and this trainer's weights may have changed since its "
                 "start; make another trainer"
             )
-        lines = [] if state is None else load(resuming.for_trainer(state), {*changed, *replaced})
+        # A start that was killed before its first checkpoint had changed settings too.
+        earlier = {key for after, key in read_changes(path / EVENTS) if after >= done}
+        lines = [] if state is None else load(resuming.for_trainer(state), {*changed, *replaced, *earlier})
         self.processes.wait()  # all have read the checkpoint
         # Back to that iteration: later lines, an end's summary and a later audit go, and are written again.
         if self.main:
             self.environment = resumed(path)
             self.folder.rewind(done, state["files"] if state else dict.fromkeys(resuming.LINES, 0))
-            self._write_settings()
         self.processes.wait()
         differences = list(resuming.changes_since(done, state, changed, replaced, self.processes.count))
         self._reread(done, [key for key, _ in differences if key])
         self._start([*damaged, *foreign_code(config), *lines])
         for key, text in differences:
             self.event(text, **({"changed": key} if key else {}))
+        if self.main:  # after the events, which a start that is killed now would otherwise never write
+            self._write_settings()
         if state is not None:
             self.started -= state["seconds"]
             self.bad_in_a_row = state["bad_in_a_row"]
@@ -198,10 +201,10 @@ class RunRecord:
         self.warned = {finding.name for finding in self._diagnose(ended=False)}
 
     def _write_settings(self) -> None:
-        self.folder.write("config.yaml", dump_yaml(self.config))
         self.folder.write_json(PARTS, self.parts, indent=2)
         if self.choices is not None:
             self.folder.write_json(CHOICES, self.choices, indent=2)
+        self.folder.write("config.yaml", dump_yaml(self.config))  # last: with it the folder is a run
 
     def _diagnose(self, *, ended: bool) -> list[Finding]:
         """Findings on the run so far, with the values chosen for `auto` settings."""
