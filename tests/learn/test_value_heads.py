@@ -1,6 +1,7 @@
 """Value heads that follow the returns, by a scale or the support of a histogram, and keep what was learned."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -195,6 +196,17 @@ def test_an_untrained_critic_begins_at_the_centre_of_the_first_returns():
     nn.init.zeros_(head[-1].bias)
     follow(head, [60.0, 70.0])
     assert values(head, torch.randn(2, 4)).tolist() == [64.0, 64.0]
+
+
+def test_the_values_of_a_rollout_move_with_those_of_an_untrained_critic():
+    """Else the value clip holds the critic at values of before, far from all returns, and it learns nothing."""
+    head, states = scaled_head(), torch.randn(2, 2, 4)
+    rollout = replace(experience([[60.0, 70.0], [64.0, 90.0]], [[True, True]] * 2), values=values(head, states))
+    moved = adapt_heads([head], rollout, Processes())
+    torch.testing.assert_close(moved.values, values(head, states))
+    again = adapt_heads([head], replace(moved, returns=moved.returns + 30), Processes())
+    assert torch.equal(again.values, moved.values)
+    torch.testing.assert_close(again.values, values(head, states))
 
 
 @pytest.mark.parametrize(("factor", "offset"), [(10.0, 0.0), (1.0, 1000.0), (1e4, -1e6)])

@@ -106,7 +106,7 @@ class Learner:
         bad_steps = 0
         self.whitened.clear()
         # Scale or support of the value head must fit the returns before it learns from them.
-        adapt_heads(self.value_heads, experience, self.processes)
+        experience = adapt_heads(self.value_heads, experience, self.processes)
         drawn = partial(minibatches, experience, self.objective, settings.minibatches, self.generator, self.processes)
         with training(self.training_modules):
             for minibatch in chain.from_iterable(drawn() for _ in range(settings.epochs)):

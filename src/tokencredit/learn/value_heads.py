@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -194,7 +195,15 @@ def adaptive_heads(model: nn.Module) -> list[AdaptiveHead]:
     return [module for module in model.modules() if isinstance(module, AdaptiveHead)]
 
 
-def adapt_heads(heads: Iterable[AdaptiveHead], experience: Experience, processes: Processes) -> None:
-    """Adapt heads to an experience's finite returns, over all processes."""
+def adapt_heads(heads: Iterable[AdaptiveHead], experience: Experience, processes: Processes) -> Experience:
+    """Adapt heads to an experience's finite returns, over all processes; returns it with the values that they now give.
+
+    Those of a `ScaledHead` move at the first returns. The value clip would keep the critic near the old ones.
+    """
+    values = experience.values
     for head in heads:
+        untrained = head.support[0] == 0
         head.adapt(experience.returns, experience.mask & experience.returns.isfinite(), processes)
+        if isinstance(head, ScaledHead) and values is not None:
+            values = torch.where(untrained, values * head.scale() + head.center(), values)
+    return replace(experience, values=values)
