@@ -1,6 +1,5 @@
 """Policy losses of users: trained, measured and written down under their own names, for texts and agents."""
 
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -32,11 +31,12 @@ def rows_clipped(logprobs, old_logprobs, advantages, mask, width=0.2):
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - width, 1 + width) * advantages)
 
 
-@dataclass(frozen=True)
 class Weighted(Objective):
     """PPO's loss times a weight, with a metric."""
 
-    weight: float = 1.0
+    def __init__(self, weight=0.0, **options):
+        super().__init__(**options)
+        object.__setattr__(self, "weight", weight)  # the class is frozen
 
     def surrogate(self, logprobs, rows, at):
         losses = super().surrogate(logprobs, rows, at)
@@ -60,7 +60,8 @@ def runs(tmp_path_factory):
     watcher = Minibatches()
     for name, loss in losses.items():
         callbacks = [watcher] if name == "file" else None
-        args = text_config(folder / name, 2, ppo=UpdateConfig(loss=loss, **PASSES))
+        kwargs = {"weight": 1.0} if name == "class" else {}
+        args = text_config(folder / name, 2, ppo=UpdateConfig(loss=loss, kwargs=kwargs, **PASSES))
         PPOTrainer(args=args, callbacks=callbacks).train()
     return folder, watcher.rows
 

@@ -149,10 +149,10 @@ class Learner:
         Returns the critic's metrics of `update`, and `bad_steps`.
         """
         set_rates(self.optimizer, 1.0)
-        adapt_heads(self.value_heads, experience, self.processes)
+        experience = adapt_heads(self.value_heads, experience, self.processes)
         with training(self.training_modules):
             joint = self.settings.epochs if self.objective.value_coef > 0 else 0
-            objective, passes = replace(self.objective, value_clip=None), joint + self.settings.critic_epochs
+            objective, passes = self.objective.changed(value_clip=None), joint + self.settings.critic_epochs
             metrics, bad_steps = self.critic_steps(experience, objective, passes, on_step)
         drop_gradients(self.parameters)
         return metrics | {"bad_steps": bad_steps}

@@ -6,8 +6,9 @@ token statistics, so that the projection to a large vocabulary can form its grad
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +163,12 @@ class Objective:
     """The proximal policy as a function of the present one; None for that of `Experience.logprobs`."""
 
     additive = True
+
+    def changed(self, **fields: Any) -> Self:
+        """A copy with other fields, and with whatever else a subclass has set: `replace` would call its constructor."""
+        other = copy(self)
+        vars(other).update(fields)
+        return other
 
     @property
     def metric_clip(self) -> Clip | None:

@@ -291,7 +291,7 @@ class PPOTrainer(LoopByHand):
 
     def update(self, number: int, batch: Batch, experience: Experience, kl: float | None = None) -> dict[str, float]:
         """Train policy and critic on a batch of this KL; returns metrics."""
-        self.learner.objective = replace(self.learner.objective, kl_coef=self.credit.kl.coef)
+        self.learner.objective = self.learner.objective.changed(kl_coef=self.credit.kl.coef)
         with self.stages("update") as results, self.pipeline.precision.updates():
             on_step, each = partial(count_step, self.record, number, batch), self.stages.caller("after_minibatch")
             self.before = None
