@@ -163,7 +163,7 @@ def test_half_an_event_is_removed_before_more_are_written(tmp_path):
 def test_a_record_that_has_run_does_not_begin_anew_with_its_weights(tmp_path):
     """As after a failure in the first update, or in pretraining: no iteration is done, and weights have changed."""
     args, made = begun(tmp_path / "run", iterations=0)
-    with pytest.raises(ConfigError, match="weights may have changed since its start; make another trainer"):
+    with pytest.raises(ConfigError, match="weights may have changed; make another trainer"):
         made.resume(args, 0, lambda *_: ())
     made.folder.unlock()
     assert resumed(args)[0] == 0

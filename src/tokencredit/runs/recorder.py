@@ -71,9 +71,8 @@ class RunRecord:
         self.main, self.show_every, self.keeps_all = processes.main, show_every, getattr(args, "samples", 0) == "all"
         self.parts: dict[str, Part] = {}
         """Descriptions of what the run was given from Python or reads by name, by argument or key."""
-        folder = args.dir
-        if folder is None:  # each process would take its own clock's
-            folder = processes.texts(str(RunFolder(None).path))[0]
+        # Without one, each process would take its own clock's.
+        folder = processes.texts(str(RunFolder(None).path))[0] if args.dir is None else args.dir
         self.folder = RunFolder(folder, processes.job.id if processes.job else None)
         self.screen = Screen(args.iterations, enabled=self.main)
         self.trackers = Trackers(args.trackers, self.folder.path / "tensorboard", self.event, enabled=self.main)
@@ -159,8 +158,7 @@ class RunRecord:
             raise RunComplete(f"{str(path)!r} has done all its {done} iterations; raise {more}")
         if state is None and self.running:
             raise ConfigError(
-                f"{str(path)!r} has no checkpoint to go back to, and this trainer's weights may have changed since its "
-                "start; make another trainer"
+                f"{str(path)!r} has no checkpoint, and this trainer's weights may have changed; make another trainer"
             )
         # A start that was killed before its first checkpoint had changed settings too.
         earlier = {key for after, key in read_changes(path / EVENTS) if after >= done}
@@ -264,8 +262,7 @@ class RunRecord:
     def _judge(self, metrics: Mapping[str, float | None]) -> None:
         """Track the best evaluation."""
         value = metrics.get(self.run_kind.evaluation)
-        value = None if value is None else -value if self.run_kind.lower else value
-        if value is not None and value > self.best:
+        if value is not None and (value := -value if self.run_kind.lower else value) > self.best:
             self.best, self.best_iteration = value, int(metrics["iteration"] or 0)
 
     def due(self, number: int, last: bool) -> bool:
