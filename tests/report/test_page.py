@@ -75,13 +75,21 @@ def test_ratio_and_clipping_by_hand():
     numbers = data_of(render(made([sample()])))["credit"][0]["numbers"]
     assert numbers["ratio after the update"] == pytest.approx([1.3499] * 3)  # e^0.3
     assert numbers["clipped"] == [1.0, 0.0, 1.0]  # above 1.2, where the advantage pushes on
-    metrics = [{"iteration": 1, "reward": 1.0, "advantage_mean": 0.6}]
-    whitened = render(made([sample()], metrics, advantage={"gamma": 1.0, "whiten": True}))
-    assert data_of(whitened)["credit"][0]["numbers"]["clipped"] == [0.0, 0.0, 0.0]  # all are below the mean
-    wider = data_of(render(made([sample()], ppo={"clip": 0.2, "clip_high": 0.4})))["credit"][0]["numbers"]
-    assert wider["clipped"] == [0.0, 0.0, 0.0]
-    other = data_of(render(made([sample()], ppo={"clip": 0.2, "loss": "dppo_tv"})))["credit"][0]["numbers"]
-    assert "clipped" not in other, "another loss clips no token by its ratio"
+
+    def clipped(row, **ppo):
+        policy = {"off_policy": {"proximal": ppo.pop("proximal", "recomputed")}}
+        return data_of(render(made([row], ppo={"clip": 0.2} | ppo, **policy)))["credit"][0]["numbers"].get("clipped")
+
+    whitened = sample(loss_advantages=[-0.1, None, 1.2])
+    assert clipped(whitened) == [0.0, None, 1.0], "by the advantages as the loss used them"
+    assert clipped(sample(loss_advantages=[None] * 3)) is None, "not in the loss"
+    assert clipped(sample(), clip_high=0.4) == [0.0, 0.0, 0.0]
+    assert clipped(sample(), dual_clip=1.3) == [1.0, 1.0, 1.0]
+    assert clipped(sample(), loss="dppo_tv") is None, "another loss clips no token by its ratio"
+    drawn = sample(behavior_logprobs=[-0.7] * 3)
+    assert clipped(drawn) == [1.0, 0.0, 1.0]
+    assert clipped(drawn, proximal="behavior") == [0.0, 0.0, 0.0], "the ratio of the loss is over that of the draws"
+    assert clipped(drawn, proximal="interpolated") is None
 
 
 def test_a_setting_that_is_null_counts_as_missing():

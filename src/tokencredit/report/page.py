@@ -141,20 +141,24 @@ def credit(run: Run) -> list[dict[str, Any]]:
 def views(run: Run, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Samples of a run for the credit view."""
     numbers = {sample["iteration"] for sample in samples}
-    clip = run.setting("ppo.clip") if run.setting("ppo.loss") in (None, "clip") else None  # others clip no token
-    kept = None if clip is None else clip_range((clip, run.setting("ppo.clip_high") or clip))
-    whitened = run.setting("advantage.whiten") not in (None, "none")
-    means = {row["iteration"]: row.get("advantage_mean") or 0.0 for row in run.metrics if whitened}
     errors = {number: (audit_view.credit_error(run, number) or (None,))[0] for number in numbers}
-    return [
-        credit_view(run, s, kept if in_loss(s) else None, means.get(number, 0.0), errors[number])
-        for number, s in ((sample["iteration"], sample) for sample in samples)
-    ]
+    return [credit_view(run, sample, errors[sample["iteration"]]) for sample in samples]
 
 
-def in_loss(sample: Mapping[str, Any]) -> bool:
-    """False for a completion that was masked out of the loss."""
-    return any(advantage is not None for advantage in sample.get("loss_advantages", sample["advantages"]))
+def clipped(run: Run, sample: Mapping[str, Any], ratios: Sequence[float]) -> list[float | None] | None:
+    """1 at acted tokens whose gradient is clipped at these ratios, None at those outside the loss.
+
+    None without any in the loss, and for a loss that clips no token or by other ratios: those of a policy between two,
+    or over the tokens that filters left.
+    """
+    clip, used = run.setting("ppo.clip"), sample.get("loss_advantages", sample["advantages"])
+    other = run.setting("ppo.loss") not in (None, "clip") or run.setting("off_policy.proximal") == "interpolated"
+    if clip is None or other or run.setting("off_policy.support") == "truncated" or not any(x is not None for x in used):
+        return None
+    low, high = clip_range((clip, run.setting("ppo.clip_high") or clip))
+    dual = run.setting("ppo.dual_clip") or math.inf
+    pairs = zip(ratios, used, strict=True)
+    return [None if a is None else float(r > high if a > 0 else not low <= r <= dual) for r, a in pairs]
 
 
 def opened(
@@ -218,7 +222,7 @@ def audited(run: Run) -> list[dict[str, Any]]:
         kept.append(sample)
     name = audit_view.entry(run.audit, len(kept)) if run.audit else ""
     error = run.audit["metrics"].get("audit/advantage_error") if run.audit else None
-    return [credit_view(run, {**sample, "iteration": name}, None, 0.0, error) for sample in kept]
+    return [credit_view(run, {**sample, "iteration": name}, error) for sample in kept]
 
 
 def learned_values(sample: Mapping[str, Any]) -> list[float | None]:
@@ -235,13 +239,9 @@ def size(sample: Mapping[str, Any]) -> int:
     return len(acted(sample)["tokens"]) + sum(min(len(text), OBSERVATION) for text in observed) // CHARACTERS
 
 
-def credit_view(
-    run: Run, sample: Mapping[str, Any], kept: tuple[float, float] | None, mean_advantage: float, error: float | None
-) -> dict[str, Any]:
+def credit_view(run: Run, sample: Mapping[str, Any], error: float | None) -> dict[str, Any]:
     """One sample of the credit view: escaped texts, and a list of numbers per quantity and acted token.
 
-    Outside the interval `kept` of ratios the gradient is clipped; None for a completion outside the loss, or another
-    loss. With whitening, a token is reinforced if its advantage is above the batch's `mean_advantage`;
     `error` is the standard error of an advantage.
     """
     episode, sample, by_turn = sample, acted(sample), run.setting("advantage.unit") == "turn"
@@ -258,12 +258,11 @@ def credit_view(
     if "ref_logprobs" in sample:
         numbers["log-ratio"] = [a - b for a, b in zip(logprobs, sample["ref_logprobs"], strict=True)]
     if "new_logprobs" in sample:
-        ratios = [math.exp(min(b - a, 20.0)) for a, b in zip(logprobs, sample["new_logprobs"], strict=True)]
+        old = sample.get("behavior_logprobs", logprobs) if run.setting("off_policy.proximal") == "behavior" else logprobs
+        ratios = [math.exp(min(b - a, 20.0)) for a, b in zip(old, sample["new_logprobs"], strict=True)]
         numbers["ratio after the update"] = ratios
-        if kept is not None:
-            low, high = kept
-            pairs = zip(ratios, sample["advantages"], strict=True)
-            numbers["clipped"] = [float(r > high if a > mean_advantage else r < low) for r, a in pairs]
+        if (found := clipped(run, sample, ratios)) is not None:
+            numbers["clipped"] = found
     if any(sample.get("age", [])):
         numbers["age"] = sample["age"]
     gamma = run.setting("advantage.gamma")

@@ -60,6 +60,7 @@ CONFIG: dict[str, Form] = {
     "advantage.gamma": Leaf(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "ppo.clip": Leaf(lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1"),
     "ppo.clip_high": Leaf(lambda value: is_number(value) and value > 0, "a number above 0"),
+    "ppo.dual_clip": NUMBER,
     "ppo.epochs": NUMBER,
     "ppo.minibatches": NUMBER,
     "rollout.max_new_tokens": NUMBER,
