@@ -150,10 +150,14 @@ class Log(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.events.append("begin")
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.events.append("step")
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.logs.append(logs)
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.events.append((state.episode, state.epoch, len(self.logs)))
         control.should_training_stop = True
 
     def on_save(self, args, state, control, **kwargs):
@@ -176,13 +180,13 @@ def training(tokenizer, folder, **arguments):
 
 def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer, capsys):
     log = Log()
-    with pytest.warns(UserWarning, match=r"these are not honoured: .*Log.on_save: it is not called"):
+    with pytest.warns(UserWarning, match=r"not honoured: .*Log.on_save: it is not called; Log.on_step_begin"):
         trainer = training(tokenizer, here / "out", callbacks=[log])
     value = trainer.value_model
     assert trainer.trainer.policy.critic.trunk.state_dict()["wte.weight"].equal(value.transformer.wte.weight)
     with pytest.warns(UserWarning, match=r"control.should_training_stop: the run goes on to its end"):
         trainer.train()
-    assert log.events == ["begin"]
+    assert log.events == ["begin", (4, 0.5, 1), (8, 1.0, 2)], "logged before each step's end"
     assert [row["episode"] for row in log.logs] == [4, 8]
     assert {"objective/kl", "objective/scores", "policy/clipfrac_avg", "loss/value_avg"} <= log.logs[0].keys()
     first = log.logs[0]

@@ -12,8 +12,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from tokencredit.runs.summary import SHAPED
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
 
-CALLED = ("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_train_end")
-"""Methods of a TrainerCallback that are called."""
+CALLED = ("on_train_begin", "on_log", "on_step_end", "on_train_end")
+"""Methods of a TrainerCallback that are called, in TRL's order."""
 
 
 class Relay:
@@ -52,10 +52,11 @@ class Relay:
         }
         ours |= {"loss/policy_avg": "policy_loss", "loss/value_avg": "value_loss", "policy/entropy_avg": "entropy"}
         metrics |= named | {name: metrics[own] for name, own in ours.items() if own in metrics}
-        self.state.global_step = int(metrics["iteration"])
+        self.state.global_step, self.state.episode = int(metrics["iteration"]), named["episode"]
+        self.state.epoch = self.state.num_train_epochs * self.state.global_step / self.state.max_steps
         self.state.log_history.append(dict(metrics))
-        self.fire("on_step_end")
         self.fire("on_log", logs=dict(metrics))
+        self.fire("on_step_end")
         if self.control.should_training_stop and not self.asked_to_stop:
             self.asked_to_stop = True
             self.owner.say(["control.should_training_stop: the run goes on to its end"])
