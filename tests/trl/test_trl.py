@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -246,6 +247,21 @@ def test_a_padding_token_beyond_the_vocabulary_does_not_matter(here, tokenizer):
     trainer = training(tokenizer, here / "out", value_model=None)
     assert trainer.trainer.tokenizer.pad_token != "[PAD]"
     trainer.train()
+
+
+def test_prompts_are_what_a_tokenizer_returns_without_padding(here, tokenizer):
+    arguments = {"folder": here / "out", "value_model": None}
+    trainer = training(tokenizer, train_dataset=[tokenizer(text) for text in TEXTS], **arguments)
+    assert trainer.trainer.prompts.batch(0, 8).mask.sum() == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS)
+    refused = r"^input_ids of train_dataset hold padding; tokenize them with padding=False$"
+    with pytest.raises(ConfigError, match=refused):
+        training(tokenizer, train_dataset=Dataset.from_dict(dict(tokenizer(TEXTS, padding=True))), **arguments)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    rows = [{"input_ids": torch.tensor(row)} for row in tokenizer(TEXTS, padding=True)["input_ids"]]
+    with pytest.raises(ConfigError, match=refused):
+        training(tokenizer, train_dataset=rows, **arguments)
+    with pytest.raises(ConfigError, match=r"^train_dataset is of type IterableDataset; it must be a datasets.Dataset"):
+        training(tokenizer, train_dataset=Dataset.from_list([{"input_ids": [1]}]).to_iterable_dataset(), **arguments)
 
 
 def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, tokenizer):

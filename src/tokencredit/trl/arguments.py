@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import column_names
 from tokencredit.settings.model import ModelConfig
+from tokencredit.text.data.datasets import column_values, from_python
 from tokencredit.text.models.critic import check_tokenizer
 from tokencredit.text.models.model_loading import local_folder, weights_digest
 
@@ -65,6 +67,19 @@ def fitting(tokenizer: Any, model: Any) -> Any:
     own = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     own.chat_template = tokenizer.chat_template
     return own
+
+
+def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The rows of prompts; `ConfigError` for padding in `input_ids`, which would be read as text."""
+    if isinstance(dataset, list):  # of dicts, or of what a tokenizer returns
+        dataset = [row.data if isinstance(row, BatchEncoding) else row for row in dataset]
+    rows, pad = from_python(dataset, "train_dataset"), tokenizer.pad_token_id
+    ends = (None, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    padding = {"attention_mask": 0} | ({} if pad in ends else {"input_ids": pad})
+    for column in padding.keys() & set(column_names(rows)):
+        if any(padding[column] in row for chunk in column_values(rows, column) for row in chunk if row is not None):
+            raise ConfigError("input_ids of train_dataset hold padding; tokenize them with padding=False")
+    return rows
 
 
 def padded(rows: Sequence[Any], device: torch.device, side: str) -> dict[str, Tensor]:

@@ -87,5 +87,5 @@ def statistics(metrics: Mapping[str, float], batch: Any, scores: Sequence[float]
     ours = {"ppo/loss/policy": "policy_loss", "ppo/loss/value": "value_loss", "ppo/loss/total": "loss"}
     ours |= {"ppo/policy/entropy": "entropy", "ppo/policy/approxkl": "approx_kl_k3", "ppo/learning_rate": "lr"}
     ours |= {"ppo/policy/policykl": "approx_kl_k1", "ppo/policy/clipfrac": "clip_fraction"}
-    ours |= {"ppo/policy/ratio": "ratio_mean", "ppo/val/clipfrac": "value_clip_fraction"}
+    ours |= {"ppo/policy/ratio": "ratio_mean"}
     return named | {name: metrics[own] for name, own in ours.items() if own in metrics}

@@ -35,6 +35,7 @@ from tokencredit.trl.arguments import (
     fitting,
     of_optimizer,
     padded,
+    prompts_of,
     trl_terms,
 )
 from tokencredit.trl.config import further, refuse_unknown, settings_of
@@ -162,6 +163,7 @@ class TrainingTrainer(PPOTrainer):
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
         own, here = fitting(self.tokenizer, self.model), further(self.args)
+        train_dataset = prompts_of(train_dataset, self.tokenizer)
         processes = Processes(here.get("run.timeout", RunConfig().timeout))
         world = processes.count
         settings, lines = settings_of(self.args, old=False, rows=len(train_dataset), world_size=world)
