@@ -288,7 +288,8 @@ def series(run: Run, metric: str, axis: str, smooth: int) -> tuple[np.ndarray, n
     a window of at least the distance between two points.
     """
     rows = list({row["iteration"]: row for row in run.metrics}.values())
-    x = np.array([row[axis] for row in rows], dtype=float)
+    before = f"pretrain/{axis}"  # sampled before the first iteration
+    x = np.array([row[axis] + (row.get(before) or 0) for row in rows], dtype=float)
     x = x if axis == "iteration" else x.cumsum()
     present = np.array([is_number(row.get(metric)) for row in rows])
     x, y = x[present], np.array([row[metric] for row, kept in zip(rows, present, strict=True) if kept], dtype=float)
