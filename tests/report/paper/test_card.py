@@ -24,6 +24,15 @@ def test_evaluations_on_held_out_prompts_are_named_so():
     assert "temperature=1.0, top_k=0)" in card
 
 
+def test_completions_of_one_prompt_count_as_one_in_the_error_of_a_term():
+    measured = {"eval/reward/length": 0.5, "eval/reward_std/length": 0.2}
+    args = PPOConfig.from_dict({"eval.every": 1, "eval.samples": 17, "eval.best_of": 4})
+    card = model_card(args, ["length"], SUMMARY, evaluation=measured)
+    assert "| eval/reward/length | 0.5 ± 0.05 (standard error) | 68 completions |" in card
+    card = model_card(PPOConfig.from_dict({"eval.every": 1, "eval.samples": 1}), [], SUMMARY, evaluation=measured)
+    assert "| eval/reward/length | 0.5 | 1 " in card
+
+
 def test_a_loop_by_hand_has_prompts_and_scores_from_python():
     card = model_card(PPOConfig(), [], SUMMARY, handed=["prompts", "completions"])
     assert (

@@ -114,13 +114,15 @@ def results(
         "kl_last": "divergence from the starting model over the same iterations, in nats per completion",
         "attainable_last": "estimated share of what the reward allows at this KL price",
     }
-    size = args.eval.samples * args.eval.best_of
+    prompts = args.eval.samples
+    size = prompts * args.eval.best_of
     held_out = args.held_out_prompts() is not None or "eval_dataset" in args.python
     count = f"{size} {'episodes' if args.several_turns() else 'completions'}{' of held-out prompts' * held_out}"
     rows = [(name, f"{value:.4g}", meanings.get(name, "")) for name, value in figures.items()]
     for name, measured in evaluation.items():
         deviation = evaluation.get(name.replace("eval/reward/", "eval/reward_std/")) if "/reward/" in name else None
-        error = f" ± {deviation / math.sqrt(size):.2g} (standard error)" if deviation is not None else ""
+        # Completions of one prompt count as one, since they share its difficulty.
+        error = "" if deviation is None or prompts < 2 else f" ± {deviation / math.sqrt(prompts - 1):.2g} (standard error)"
         rows.append((name, f"{measured:.4g}{error}", count))
     for name, meaning in AUDITED.items():
         value, low, high = (audit.get(f"audit/{name}{end}") for end in ("", "_low", "_high"))
