@@ -240,7 +240,7 @@ def test_the_head_has_the_trust_in_a_word(run):
     )
     assert fact(-0.1, -0.3, 0.2)[0::2] == ("it is not shown that any", "make"), "more of it true"
     unclear = ("not known", "the audit is too noisy or too small", "audit")
-    assert fact(0.8, 0.7, 0.9, noise=0.6) == fact(0.8, None, None) == unclear
+    assert fact(0.8, 0.7, 0.9, noise=0.6) == fact(0.8, None, None) == fact(None, 0.7, 0.9) == unclear
 
 
 def test_an_advantage_has_the_error_of_the_nearest_audit_and_significant_ones_are_counted(run):

@@ -58,6 +58,8 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("config.yaml", b"seed: 1\nseed: 2\n", "config.yaml: seed is given twice line 2"),
         ("config.yaml", b"env:", "config.yaml: env is not an object"),
         ("config.yaml", b"reward: [{weight: heavy}]", r"config.yaml: reward\[0\]\.weight is not a number"),
+        ("config.yaml", b"critic: [[]]", "config.yaml: critic is not an object"),
+        ("config.yaml", b"advantage: {estimator: [[]]}", r"config.yaml: advantage\.estimator is not a text"),
         ("config.yaml", b"advantage: {gamma: 2}", r"config.yaml: advantage\.gamma is not a number from 0 to 1"),
         ("config.yaml", b"ppo: {clip: wide}", r"config.yaml: ppo\.clip is not a number between 0 and 1"),
         ("config.yaml", b"ppo: {epochs: {}}", r"config.yaml: ppo\.epochs is not a number"),
@@ -76,13 +78,15 @@ def test_another_folder_is_no_run(tmp_path):
         read_run(tmp_path)
 
 
-def test_lists_of_different_lengths_are_no_sample(copy):
+def test_lists_of_different_lengths_or_of_none_are_no_sample(copy):
     first, *rest = (copy / "samples.jsonl").read_text().splitlines(keepends=True)
     sample = json.loads(first)
+    empty = {name: [] if isinstance(x, list) else x for name, x in sample.items()}
     sample["values"].pop()
-    (copy / "samples.jsonl").write_text("".join([json.dumps(sample) + "\n", *rest]))
-    with pytest.raises(ConfigError, match="line 1: its lists have different lengths"):
-        read_run(copy)
+    for changed, message in ((sample, "different lengths"), (empty, "no token")):
+        (copy / "samples.jsonl").write_text("".join([json.dumps(changed) + "\n", *rest]))
+        with pytest.raises(ConfigError, match=f"line 1: its lists have {message}"):
+            read_run(copy)
 
 
 @pytest.mark.parametrize(

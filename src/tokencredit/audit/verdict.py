@@ -30,7 +30,8 @@ VARIED = 1.5
 
 def unknown(credit: Mapping[str, Any]) -> bool:
     """True if an audit cannot tell how much of the credit is real: it is too noisy, or has too few rows."""
-    return credit["estimators"][credit["shown"]]["correlation"]["low"] is None or noisy(credit)
+    correlation = credit["estimators"][credit["shown"]]["correlation"]
+    return None in (correlation["value"], correlation["low"]) or noisy(credit)
 
 
 def noisy(credit: Mapping[str, Any]) -> bool:
@@ -101,8 +102,9 @@ def truer(audit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> s
     if unknown(credit) or credit["estimators"][shown]["correlation"]["value"] >= REAL:
         return ""
     gains = {label: found["gain"] for label, found in credit["estimators"].items() if label != shown}
-    best = max(gains, key=lambda label: gains[label]["low"] or 0.0, default="")
-    better = bool(best) and (gains[best]["low"] or 0.0) > 0
+    gains = {label: gain for label, gain in gains.items() if None not in (gain["value"], gain["low"])}
+    best = max(gains, key=lambda label: gains[label]["low"], default="")
+    better = bool(best) and gains[best]["low"] > 0
     ways = [f"{best}, whose correlation is {gains[best]['value']:.2f} higher"] if better else []
     if not (agents or any("critic_share" in row or "env/turns" in row for row in rows)):
         kind = "critic.kind, " * (audit["critic"] is None)

@@ -52,11 +52,12 @@ REPORT = "report.html"
 ITERATIONS = 400
 """Number of iterations whose completions are read, besides the first and the last: more would not fit into a page."""
 
-GROUPS = ("advantage", "env", "model", "optim", "ppo", "rollout")
+GROUPS = ("advantage", "critic", "env", "model", "optim", "ppo", "rollout")
 """Groups of settings that the page and the diagnosis read."""
 CONFIG: dict[str, Form] = {
     "reward": [{"weight?": NUMBER}],
     "tools": [TEXT],
+    "advantage.estimator": TEXT,
     "advantage.gamma": Leaf(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "ppo.clip": Leaf(lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1"),
     "ppo.clip_high": Leaf(lambda value: is_number(value) and value > 0, "a number above 0"),

@@ -198,8 +198,9 @@ def read_samples(file: Path, iterations: Collection[int]) -> list[dict[str, Any]
 def check_sample(where: str, sample: Mapping[str, Any]) -> None:
     """Raise `ConfigError`, beginning with `where`, for an invalid completion record."""
     require(where, sample, SAMPLE)
-    if len({len(sample[name]) for name in (*PER_TOKEN, "mask") if name in sample}) != 1:
-        raise ConfigError(f"{where}: its lists have different lengths")
+    lengths = {len(sample[name]) for name in (*PER_TOKEN, "mask") if name in sample}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ConfigError(f"{where}: its lists have {'different lengths' if len(lengths) > 1 else 'no token'}")
     if "turns" in sample or "mask" in sample:
         check_turns(where, sample)
 
