@@ -59,6 +59,8 @@ def test_a_line_that_is_still_being_written_is_left_out(copy):
         ("config.yaml", b"env:", "config.yaml: env is not an object"),
         ("config.yaml", b"reward: [{weight: heavy}]", r"config.yaml: reward\[0\]\.weight is not a number"),
         ("config.yaml", b"critic: [[]]", "config.yaml: critic is not an object"),
+        ("config.yaml", b"run: never", "config.yaml: run is not an object"),
+        ("config.yaml", b"optim: {warmup: 1.0e+99}", r"config.yaml: optim\.warmup is not a count"),
         ("config.yaml", b"advantage: {estimator: [[]]}", r"config.yaml: advantage\.estimator is not a text"),
         ("config.yaml", b"advantage: {gamma: 2}", r"config.yaml: advantage\.gamma is not a number from 0 to 1"),
         ("config.yaml", b"ppo: {clip: wide}", r"config.yaml: ppo\.clip is not a number between 0 and 1"),

@@ -152,8 +152,9 @@ def clipped(run: Run, sample: Mapping[str, Any], ratios: Sequence[float]) -> lis
     or over the tokens that filters left.
     """
     clip, used = run.setting("ppo.clip"), sample.get("loss_advantages", sample["advantages"])
-    other = run.setting("ppo.loss") not in (None, "clip") or run.setting("off_policy.proximal") == "interpolated"
-    if clip is None or other or run.setting("off_policy.support") == "truncated" or not any(x is not None for x in used):
+    policies = [run.setting(f"off_policy.{name}") for name in ("proximal", "support")]
+    others = run.setting("ppo.loss") not in (None, "clip") or "interpolated" in policies or "truncated" in policies
+    if clip is None or others or all(x is None for x in used):
         return None
     low, high = clip_range((clip, run.setting("ppo.clip_high") or clip))
     dual = run.setting("ppo.dual_clip") or math.inf
@@ -258,8 +259,8 @@ def credit_view(run: Run, sample: Mapping[str, Any], error: float | None) -> dic
     if "ref_logprobs" in sample:
         numbers["log-ratio"] = [a - b for a, b in zip(logprobs, sample["ref_logprobs"], strict=True)]
     if "new_logprobs" in sample:
-        old = sample.get("behavior_logprobs", logprobs) if run.setting("off_policy.proximal") == "behavior" else logprobs
-        ratios = [math.exp(min(b - a, 20.0)) for a, b in zip(old, sample["new_logprobs"], strict=True)]
+        drawn = run.setting("off_policy.proximal") == "behavior" and sample.get("behavior_logprobs")
+        ratios = [math.exp(min(b - a, 20.0)) for a, b in zip(drawn or logprobs, sample["new_logprobs"], strict=True)]
         numbers["ratio after the update"] = ratios
         if (found := clipped(run, sample, ratios)) is not None:
             numbers["clipped"] = found

@@ -52,7 +52,7 @@ REPORT = "report.html"
 ITERATIONS = 400
 """Number of iterations whose completions are read, besides the first and the last: more would not fit into a page."""
 
-GROUPS = ("advantage", "critic", "env", "model", "optim", "ppo", "rollout")
+GROUPS = ("advantage", "critic", "env", "model", "optim", "ppo", "rollout", "run")
 """Groups of settings that the page and the diagnosis read."""
 CONFIG: dict[str, Form] = {
     "reward": [{"weight?": NUMBER}],
@@ -66,7 +66,7 @@ CONFIG: dict[str, Form] = {
     "ppo.minibatches": NUMBER,
     "rollout.max_new_tokens": NUMBER,
     "rollout.per_prompt": Leaf(lambda value: is_count(value) and value > 0, "a whole number, at least 1"),
-    "optim.warmup": NUMBER,
+    "optim.warmup": COUNT,
     "optim.max_grad_norm": NUMBER,
 }
 """Forms of these settings, unless null or missing."""

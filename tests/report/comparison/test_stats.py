@@ -118,7 +118,8 @@ def test_how_often_an_interval_covers_the_truth(count, covered):
 
 
 def test_a_series_is_a_running_mean_over_what_was_counted():
-    run = made(rewards=[0.0, 2.0, 4.0, 9.0], columns={"tokens": [4, 20, 10, 60], "pretrain/tokens": [6, None, None, None]})
+    columns = {"tokens": [4, 20, 10, 60], "pretrain/tokens": [6, None, None, None]}
+    run = made(rewards=[0.0, 2.0, 4.0, 9.0], columns=columns)
     x, y = series(run, "reward", "tokens", 2)
     assert x.tolist() == [10, 30, 40, 100]
     assert y.tolist() == [0.0, 1.0, 3.0, 6.5]

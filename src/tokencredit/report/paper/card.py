@@ -122,8 +122,8 @@ def results(
     for name, measured in evaluation.items():
         deviation = evaluation.get(name.replace("eval/reward/", "eval/reward_std/")) if "/reward/" in name else None
         # Completions of one prompt count as one, since they share its difficulty.
-        error = "" if deviation is None or prompts < 2 else f" ± {deviation / math.sqrt(prompts - 1):.2g} (standard error)"
-        rows.append((name, f"{measured:.4g}{error}", count))
+        error = None if deviation is None or prompts < 2 else f"{deviation / math.sqrt(prompts - 1):.2g}"
+        rows.append((name, f"{measured:.4g}{f' ± {error} (standard error)' if error else ''}", count))
     for name, meaning in AUDITED.items():
         value, low, high = (audit.get(f"audit/{name}{end}") for end in ("", "_low", "_high"))
         bounds = [f"{name} {x:.2f}" for name, x in (("from", low), ("to", high)) if x is not None]
