@@ -96,7 +96,7 @@ def test_the_loop_of_0_11_runs_with_its_statistics_and_saves(here, tokenizer):
     assert (here / "saved-critic" / "value_head.safetensors").is_file()
     (folder,) = (here / "runs").iterdir()
     with pytest.raises(RunStopped, match=rf"^could not upload runs/{folder.name}/policy to the hub as 'me/it'"):
-        trainer.push_to_hub("me/it")
+        trainer.push_to_hub("me/it", private=True)
     assert (folder / "policy" / "model.safetensors").is_file()
     summary = trainer.close()
     assert summary["stopped_by"] == "close()"
@@ -240,6 +240,14 @@ def test_an_adapter_beside_another_of_its_weights_is_the_policy_beside_its_refer
             assert trainer.trainer.pipeline.reference is trainer.trainer.policy
             assert trainer.trainer.args.run.push_to_hub == "out"
     assert not [x for x in recwarn if "adapter_name" in str(x.message)], "the names are honoured"
+
+
+def test_a_private_repository_is_made_by_a_call_alone(here, tokenizer):
+    args = PPOConfig(output_dir=str(here / "out"), push_to_hub=True, hub_private_repo=True)
+    with pytest.raises(ConfigError, match=r"^hub_private_repo is true, .*call trainer.push_to_hub\(\)$"):
+        training(tokenizer, None, args=args)
+    args = PPOConfig(output_dir=str(here / "out"), hub_private_repo=True)
+    assert settings_of(args, old=False, rows=8)[1] == []
 
 
 def test_a_padding_token_beyond_the_vocabulary_does_not_matter(here, tokenizer):

@@ -179,6 +179,7 @@ def settings_of(config: Any, *, old: bool, **known: Any) -> tuple[dict[str, Any]
     made = translate(project, given | known)
     settings = {key: value for key, value in made.settings.items() if key not in FOR_LOGS}
     lines = {name: "it has no counterpart here" for name in set_here if name not in given and name != "settings"}
+    lines.pop("hub_private_repo", None)  # read by push_to_hub
     if "use_cpu" in lines:
         lines["use_cpu"] = "here it is the variable ACCELERATE_USE_CPU=true"
     lines |= {key: reason for key, reason in made.undecided.items() if key in HARMLESS}

@@ -40,7 +40,7 @@ class Relay:
         """Add TRL's names, and let the callbacks log."""
         del samples
         rows, beta = trainer.rows, metrics.get("kl_coef", 0.0)
-        kl, reward = metrics.get("kl", 0.0), metrics.get(SHAPED, metrics["reward"])
+        kl, reward = metrics.get("kl", metrics.get("log_ratio", 0.0)), metrics.get(SHAPED, metrics["reward"])
         named = {"objective/kl": kl, "objective/scores": reward, "objective/non_score_reward": -beta * kl}
         named |= {"objective/rlhf_reward": reward - beta * kl, "episode": metrics["iteration"] * rows}
         if "entropy" in metrics:

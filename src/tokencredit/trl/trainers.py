@@ -78,12 +78,17 @@ class PPOTrainer:
         beside = folder.parent / critic_folder(folder.name) if head else None
         save_policy(folder, policy, self.trainer.tokenizer, beside, writes=self.trainer.processes.main)
 
-    def push_to_hub(self, repo_id: str | None = None, **_: Any) -> None:
-        """Upload the policy to `repo_id`, else `hub_model_id`, else a repository named as the run's folder."""
+    def push_to_hub(self, repo_id: str | None = None, *, private: bool | None = None, **others: Any) -> None:
+        """Upload the policy to `repo_id`, else `hub_model_id`, else a repository named as the run's folder.
+
+        A new repository is private by `private`, else `hub_private_repo`.
+        """
+        self.say([f"{name}: push_to_hub does not read it" for name in others])
         run = self.trainer.record.folder.path
         self.save_pretrained(run / "policy")
+        private = getattr(self.args, "hub_private_repo", None) if private is None else private
         if self.trainer.processes.main:
-            upload(run / "policy", repo_id or getattr(self.args, "hub_model_id", None) or run.name)
+            upload(run / "policy", repo_id or getattr(self.args, "hub_model_id", None) or run.name, private)
 
     def audit(self, settings: AuditConfig | None = None) -> dict[str, Any]:
         """`tokencredit.PPOTrainer.audit`, to which a run's last lines lead."""
@@ -162,6 +167,9 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError(f"PPOTrainer needs {', '.join(missing)}")
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
+        if self.args.push_to_hub and self.args.hub_private_repo:
+            way = "leave push_to_hub out, and call trainer.push_to_hub()"
+            raise ConfigError(f"hub_private_repo is true, and a run makes no private repository at its end; {way}")
         own, here = fitting(self.tokenizer, self.model), further(self.args)
         train_dataset = prompts_of(train_dataset, self.tokenizer)
         processes = Processes(here.get("run.timeout", RunConfig().timeout))

@@ -30,6 +30,7 @@ class Hub(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != "Bearer secret":
             return self.answer({"error": "no such token"}, 401)
         if self.path == "/api/repos/create":
+            self.server.created.append(json.loads(body).get("visibility"))
             return self.answer({"url": f"{self.server.address}/org/critic"})
         if self.path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
@@ -62,7 +63,7 @@ def uploads(tmp_path_factory):
     They train in one process of their own, where the library is told the address that it learned when it was imported.
     """
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.address = {}, f"http://127.0.0.1:{server.server_port}"
+    server.files, server.created, server.address = {}, [], f"http://127.0.0.1:{server.server_port}"
     Thread(target=server.serve_forever, daemon=True).start()
     program = """
 import contextlib, io, json, os, sys
@@ -76,8 +77,11 @@ for token in ("secret", "wrong"):
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         code = main(["train", *options, "--run.dir", f"{folder}/{token}", "--run.push_to_hub", "org/critic"])
     results.append((code, errors.getvalue()))
+from pathlib import Path
 from tokencredit.errors import ConfigError
-from tokencredit.text.data.hub import check_push
+from tokencredit.text.data.hub import check_push, upload
+os.environ["HF_TOKEN"] = "secret"
+upload(Path(folder, "secret", "policy"), "org/critic", private=True)
 told = []
 for token, name in (("reader", "me/critic"), ("secret", "other/critic"), ("fine", "org/critic"), ("fine", "me/critic"),
                     ("secret", "a/b/c")):
@@ -92,6 +96,7 @@ print(json.dumps(results))
     folder = tmp_path_factory.mktemp("uploads")
     done = warm.python("-c", program, server.address, folder, *TRAIN, NO_PROXY="127.0.0.1")
     assert done.returncode == 0, done.stderr
+    assert server.created == [None, "private"]
     server.shutdown()
     server.server_close()
     return folder, server.files, *json.loads(done.stdout.splitlines()[-1])

@@ -48,10 +48,13 @@ def check_push(repository: str) -> str:
     return str(user["name"])
 
 
-def upload(folder: Path, repository: str) -> None:
-    """Upload a policy's folder to the Hugging Face hub; `RunStopped` if it refuses or cannot be reached."""
+def upload(folder: Path, repository: str, private: bool | None = None) -> None:
+    """Upload a policy's folder to the Hugging Face hub; `RunStopped` if it refuses or cannot be reached.
+
+    A new repository is `private`, or with None what its owner's new ones are.
+    """
     try:
-        HfApi().create_repo(repository, exist_ok=True)
+        HfApi().create_repo(repository, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=repository, folder_path=folder)
     except Exception as error:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
         reason = " ".join(str(error).split())
