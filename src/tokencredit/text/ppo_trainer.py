@@ -361,7 +361,7 @@ class PPOTrainer(LoopByHand):
         check_origin(state["origin"], self.origin, self.args.model.name)
         self.learner.load(state)
         of_rewards = dict.fromkeys(("baseline", "prefixes", "lam_choice"), ("reward", "score."))
-        for part, groups in {"kl": "kl.", "scores": "reward", **of_rewards}.items():
+        for part, groups in {"kl": ("kl.",), "scores": ("reward",), **of_rewards}.items():
             if any(key.startswith(groups) for key in changed):  # it begins anew
                 del state["credit"][part]
         self._restore(state | {"random": state["process"]["random"]})

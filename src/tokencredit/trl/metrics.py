@@ -52,7 +52,8 @@ class Relay:
         }
         ours |= {"loss/policy_avg": "policy_loss", "loss/value_avg": "value_loss", "policy/entropy_avg": "entropy"}
         metrics |= named | {name: metrics[own] for name, own in ours.items() if own in metrics}
-        self.state.global_step, self.state.episode = int(metrics["iteration"]), named["episode"]
+        self.state.global_step = int(metrics["iteration"])
+        self.state.episode = named["episode"]  # type: ignore[attr-defined]  # TRL adds it
         self.state.epoch = self.state.num_train_epochs * self.state.global_step / self.state.max_steps
         self.state.log_history.append(dict(metrics))
         self.fire("on_log", logs=dict(metrics))

@@ -191,7 +191,8 @@ class TrainingTrainer(PPOTrainer):
             self.trainer = Trainer(self.model, reward_model, PPOConfig.from_dict(settings), train_dataset, **parts)
         used = self.trainer.args
         batch, batches = used.rollout.batch_size, used.run.iterations
-        self.state.max_steps, self.state.num_train_epochs = batches, batches * batch / len(train_dataset)
+        self.state.max_steps = batches
+        self.state.num_train_epochs = batches * batch / len(train_dataset)  # type: ignore[assignment]  # as TRL has it
         self.state.is_world_process_zero = self.state.is_local_process_zero = processes.main
         totals = {"num_total_batches": batches, "total_episodes": batches * batch}
         totals |= {"local_batch_size": batch // world, "mini_batch_size": batch // used.ppo.minibatches}
