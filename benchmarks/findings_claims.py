@@ -31,14 +31,30 @@ RESAMPLED = "grpo-masked,batch_size=80"
 LADDER = ("ppo", "value-pretraining", "decoupled", "length-adaptive", "clip-higher", "token-loss", "positive-nll")
 LADDER += ("groups",)
 """Rungs of the study `reasoning-ladder`."""
+STEPS = {
+    "in the write-up's set-up, a lower coefficient with more entropy learns faster": ("base", "kl_ent"),
+    'then "really" left out, lower learning rates and a temperature of 1.1 each learn faster': (
+        "kl_ent",
+        "prefix",
+        "prefix-rates",
+        "prefix-rates-temperature-1.1",
+    ),
+    "or a clip of 0.3, a still lower coefficient and lower learning rates each learn faster": (
+        "kl_ent",
+        "clip-0.3",
+        "clip-0.3-lower",
+        "clip-0.3-lower-rates",
+    ),
+    "GAE learns faster than one-step advantages": ("kl_ent-one-step", "kl_ent"),
+}
+"""Claims on the study `write-up`, each with a path of variants of which each is ahead of the one before."""
 PATHS = (
+    *STEPS.values(),
     ("base", "orthogonal-head"),
-    ("base", "kl_ent", "prefix", "prefix-rates", "prefix-rates-temperature-1.1"),
-    ("kl_ent", "clip-0.3", "clip-0.3-lower", "clip-0.3-lower-rates"),
-    ("kl_ent", "stop"),
-    ("kl_ent", "gentle", "gentle-orthogonal", "gentle-orthogonal-mean", "gentle-orthogonal-mean-adaptive"),
+    ("stop-one-step", "stop"),
+    ("gentle", "gentle-orthogonal", "gentle-orthogonal-mean", "gentle-orthogonal-mean-adaptive"),
 )
-"""Paths of the study `write-up`: variants of which each adds a change to the one before."""
+"""Paths of that study whose differences are shown."""
 SAO = {
     "dis": "masking by double-sided importance sampling solves more than PPO's clip",
     "faster-critic": "two updates of the critic per update of the policy solve more than one",
@@ -279,6 +295,10 @@ CLAIMS = (
         "claims",
         *MEAN_REWARD,
         [("max-norm", "l2-norm", "reward")],
+    ),
+    *(
+        Claim(f"14{letter}", text, "write-up", *MEAN_REWARD, [(b, a, "reward") for a, b in pairwise(path)])
+        for letter, (text, path) in zip("abcd", STEPS.items(), strict=True)
     ),
     Claim(
         "15a",
