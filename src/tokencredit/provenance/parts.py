@@ -76,8 +76,8 @@ def rows_digest(rows: Any) -> str:
     """SHA-256 of a list of rows or a `Dataset`, with all columns."""
     sha = hashlib.sha256()
     if isinstance(rows, list):
-        text = partial(json.dumps, default=lambda x: x.tolist() if hasattr(x, "tolist") else type(x).__name__)
-        sha.update(text(rows).encode())
+        text = json.dumps(rows, default=lambda x: x.tolist() if hasattr(x, "tolist") else type(x).__name__)
+        sha.update(text.encode())
         return sha.hexdigest()
     for table in rows.with_format("arrow").iter(CHUNK):
         for batch in table.to_batches():

@@ -288,8 +288,7 @@ def series(run: Run, metric: str, axis: str, smooth: int) -> tuple[np.ndarray, n
     a window of at least the distance between two points.
     """
     rows = list({row["iteration"]: row for row in run.metrics}.values())
-    before = f"pretrain/{axis}"  # sampled before the first iteration
-    x = np.array([row[axis] + (row.get(before) or 0) for row in rows], dtype=float)
+    x = np.array([row[axis] + (row.get(f"pretrain/{axis}") or 0) for row in rows], dtype=float)
     x = x if axis == "iteration" else x.cumsum()
     present = np.array([is_number(row.get(metric)) for row in rows])
     x, y = x[present], np.array([row[metric] for row, kept in zip(rows, present, strict=True) if kept], dtype=float)
@@ -321,9 +320,7 @@ def measures(run: Run, metric: str) -> dict[str, Callable[[Run], float | None]]:
         f"{metric}_last": lambda run: last(run, metric),
         f"{kind.evaluation}_best": lambda run: best(column(run, kind.evaluation), default=None),
         "kl_last": lambda run: final_mean(run.metrics, "kl"),
-        "attainable_last": lambda run: (
-            None if scored_anew(run.changes, PRICED) else final_mean(run.metrics, "attainable")
-        ),
+        "attainable_last": lambda x: None if scored_anew(x.changes, PRICED) else final_mean(x.metrics, "attainable"),
         "log_ratio_last": lambda run: final_mean(run.metrics, "log_ratio"),
         f"{kind.length}_last": lambda run: final_mean(run.metrics, kind.length),
         "seconds": lambda run: sum(finite(row.get("seconds") for row in run.metrics)),
