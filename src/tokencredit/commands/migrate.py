@@ -39,8 +39,15 @@ def migrate(options: Options) -> None:
         )
         raise ConfigError(f"{names}: {kinds} one at a time")
     given = {name: value for source in sources for name, value in source.given.items()}
-    given |= {} if options.rows is None else {"rows": options.rows}
-    made = migrated(next(iter(projects.values())), given, [note for source in sources for note in source.notes])
+    project, notes = next(iter(projects.values())), [note for source in sources for note in source.notes]
+    made = migrated(project, given, notes)
+    if options.rows is not None:
+        counted = migrated(project, given | {"rows": options.rows}, notes)
+        if counted.settings == made.settings:
+            raise ConfigError(
+                f"--rows is {options.rows}, and {names} counts no epochs, so it has no effect; leave it out"
+            )
+        made = counted
     text = made.text(names)
     if out is None:
         print(text, end="")

@@ -113,6 +113,7 @@ CASES = {
     "openrlhf.sh": (OPENRLHF, {"rollout.batch_size": 512, "ppo.minibatches": 8, "score.normalize": "running"}),
     "old.sh": (OLD_OPENRLHF, {"model.name": "org/policy", "kl.coef": 0.02, "rollout.engine": "vllm"}),
 }
+COUNT_NO_EPOCHS = ("trl.yaml", "trl.py", "verl.yaml")
 
 
 def run(folder, name, text, capsys, *options):
@@ -126,12 +127,22 @@ def run(folder, name, text, capsys, *options):
 @pytest.mark.parametrize("name", CASES)
 def test_each_form_becomes_a_configuration_that_loads(name, tmp_path, capsys):
     text, expected = CASES[name]
-    config, _, _ = run(tmp_path, name, text, capsys, "--rows", "500")
+    config, _, _ = run(tmp_path, name, text, capsys, *["--rows", "500"] * (name not in COUNT_NO_EPOCHS))
     for key, value in expected.items():
         found = config
         for part in key.split("."):
             found = getattr(found, part)
         assert found == value, key
+
+
+@pytest.mark.parametrize("name", COUNT_NO_EPOCHS)
+def test_a_number_of_prompts_that_no_epochs_need_is_refused(name, tmp_path, capsys):
+    (tmp_path / name).write_text(CASES[name][0])
+    assert main(["migrate", str(tmp_path / name), "--rows", "500"]) == 2
+    told = capsys.readouterr()
+    assert "--rows is 500" in told.err
+    assert "counts no epochs, so it has no effect; leave it out" in told.err
+    assert not told.out
 
 
 def test_a_value_names_its_origin_and_what_is_left_is_said(tmp_path, capsys):
@@ -261,6 +272,7 @@ def test_later_files_override_and_kinds_do_not_mix(tmp_path, capsys):
         ("a.yaml", "model: {name: x}\nrun: {iterations: 3}\n", "it is a configuration of tokencredit already"),
         ("a.yaml", "colour: red\n", "of no project that is known"),
         ("a.yaml", "num_generations: 8\nbeta: 0.0\n", "num_generations is of TRL's GRPOConfig, and migrate reads PPO"),
+        ("a.py", "GRPOTrainer(args=GRPOConfig(beta=0.1))\n", "GRPOConfig is not read; migrate reads PPOConfig"),
         ("a.sh", "echo hello\n", "no settings of PPO were found"),
         ("a.py", "print('x'", "is not Python that can be read"),
         ("a.sh", "swift rlhf --rlhf_type dpo --model x\n", "its command trains with dpo; migrate reads ppo"),

@@ -191,6 +191,8 @@ def python_source(text: str, file: Path) -> Source | None:
     calls = [(called(node), node) for node in nodes if isinstance(node, ast.Call)]
     configs = [node for name, node in calls if name in ("PPOConfig", "PPOv2Config") and node.keywords]
     if not configs:
+        if of_groups := sorted({name for name, _ in calls} & {"GRPOConfig", "RLOOConfig"}):
+            raise ConfigError(f"{file}: {of_groups[0]} is not read; migrate reads PPOConfig, and {TRL.page} has both")
         texts = [x.value.value for x in nodes if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
         found = (shell_source(own, file) for own in texts if isinstance(own, str) and "--" in own)
         return next((source for source in found if source), None)
