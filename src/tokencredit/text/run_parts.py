@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import naming
 from tokencredit.provenance.parts import Part, describe, label, rows_digest
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import PACKAGED, DefaultReward, FunctionTerm, RewardTerm
@@ -77,11 +77,9 @@ def check_code(args: PPOConfig | ControlConfig) -> None:
     load_parts(args)
     if isinstance(args, PPOConfig):
         for number, term in enumerate(args.reward):
-            try:
+            with naming(f"reward[{number}]"):
                 if isinstance(term, FunctionTerm):
                     load_function(term.function, term.kwargs)
-            except ConfigError as error:
-                raise ConfigError(f"reward[{number}]: {error}") from error
         load_factory(args.env)
         load_tools(args.tools)
 
@@ -90,9 +88,9 @@ def entries(argument: str, value: Any) -> dict[str, Any]:
     """The parts in an argument of `PPOTrainer`: the entries of a list or dict, or the one value."""
     if isinstance(value, Mapping):
         return {f"{argument}[{key}]": entry for key, entry in value.items()}
-    return (
-        {f"{argument}[{i}]": x for i, x in enumerate(value)} if isinstance(value, list | tuple) else {argument: value}
-    )
+    if isinstance(value, list | tuple):
+        return {f"{argument}[{i}]": x for i, x in enumerate(value)}
+    return {argument: value}
 
 
 def part_of(value: Any) -> Part | None:

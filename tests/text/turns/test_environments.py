@@ -100,7 +100,7 @@ def names(tools):
 def test_an_environment_and_a_tool_are_loaded_from_a_file(file):
     runs = load([f"{file}:search"], factory=f"{file}:Words", kwargs={"level": 2})
     assert (runs.name, names(runs.tools)) == ("Words", ["search", "upper"])
-    assert (runs.needs_tools, runs.conversational, runs.pays) == (True, True, True)
+    assert [term.name for term in runs.terms()] == ["Words"]
     (begun,) = runs.begin([{"prompt": PROMPT}], [1])
     assert begun.start() == PROMPT
     assert begun.environment.level == 2
@@ -110,12 +110,12 @@ def test_an_environment_and_a_tool_are_loaded_from_a_file(file):
 
 def test_an_environment_with_step_has_no_tools(file):
     runs = load(factory=f"{file}:Steps")
-    assert (runs.name, runs.tools, runs.needs_tools, runs.conversational, runs.pays) == ("Steps", [], False, None, True)
+    assert (runs.name, runs.tools, [term.name for term in runs.terms()]) == ("Steps", [], ["Steps"])
 
 
 def test_tools_without_an_environment_need_prompts(file):
     runs = load([f"{file}:search"])
-    assert (runs.name, names(runs.tools), runs.pays, runs.terms()) == ("search", ["search"], False, [])
+    assert (runs.name, names(runs.tools), runs.terms()) == ("search", ["search"], [])
     rows = Tasks([{"prompt": PROMPT, "environment": {"size": 3}}], name="rows", seed=1)  # no name: one is not selected
     runs.check_columns(rows.columns, rows.values("environment"))
     with pytest.raises(ConfigError, match="the tools search are given without prompts and without an environment"):
@@ -124,7 +124,7 @@ def test_tools_without_an_environment_need_prompts(file):
 
 def test_a_dict_of_factories_is_selected_by_the_column(file):
     runs = load(factory=f"{file}:BOTH")
-    assert (runs.name, runs.conversational) == ("Words, Steps", True)
+    assert runs.name == "Words, Steps"
     assert [term.name for term in runs.terms()] == ["Words", "Steps"]
     runs.check_columns(["prompt", "environment", "level"], ["words", "steps"])
     words, steps = runs.begin(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, naming
 from tokencredit.provenance.parts import column_names
 from tokencredit.settings.offline import LengthSettings, RowsSettings
 from tokencredit.text.data.completions import answered, ended, rendered_after, tokenize_after, unfinished
@@ -217,12 +217,10 @@ class Encoder:
         if isinstance(row.prompt, str):
             answer = str(completion)
         else:
-            try:
+            with naming(row.name):
                 kwargs = self.config.chat_template_kwargs
                 answer = rendered_after(self.tokenizer, row.prompt, row.text, completion, kwargs)
                 answer = unfinished(answer, completion) if truncated else answer
-            except ConfigError as error:
-                raise ConfigError(f"{row.name}: {error}") from error
         ids = tokenize_after(self.tokenizer, answer, row.text, row.ids)
         return ids if truncated else ended(self.tokenizer, ids, self.ends)
 
@@ -254,10 +252,8 @@ def scored_pair(model: RewardModel, row: Row, chosen: str, rejected: str) -> Exa
         if isinstance(row.prompt, str) or not prefilled(row.prompt):
             return model.encode(row.prompt, completion)
         question = row.prompt[:-1]
-        try:
+        with naming(row.name):
             return model.encode(question, answered(row.prompt, row.text, completion)[len(question) :])
-        except ConfigError as error:
-            raise ConfigError(f"{row.name}: {error}") from error
 
     return {"chosen_ids": encode(chosen), "rejected_ids": encode(rejected)}
 

@@ -11,7 +11,7 @@ from itertools import count
 from operator import attrgetter
 from typing import Any
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, naming
 from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.turns.protocols.episode import Episode
@@ -73,12 +73,6 @@ class Environments:
         self._only_functions = factories.get(None) is NoEnvironment
         self.name = ", ".join(tools if self._only_functions else kinds)
         """Names of the classes; without any, of the functions."""
-        self.needs_tools = bool(self.tools)
-        """True if prompts need a chat template that shows tools."""
-        self.conversational = True if self.needs_tools else None
-        """True if prompts are conversations; None if that is up to the data set or to `reset`."""
-        self.pays = any(factory.pays for factory in self.factories.values())
-        """True if an environment gives rewards."""
 
     def check_columns(self, columns: Collection[str], environments: Iterable[Any] = ()) -> None:
         """Check, before the first episode, that environments take the rows.
@@ -183,10 +177,7 @@ def load_environments(
     if functions is not None and not isinstance(functions, list | tuple):
         raise ConfigError(f"tools is {functions!r:.200}; it must be a list of functions")
     loaded = [*(functions or ()), *load_tools(tools)]
-    if factory is None:
-        label, factory = load_factory(config)
-    else:
-        label = "environment_factory"
+    label, factory = load_factory(config) if factory is None else ("environment_factory", factory)
     if factory == {}:
         raise ConfigError(f"{label} is an empty dict; give at least one environment")
     if not isinstance(factory, dict):
@@ -200,10 +191,8 @@ def load_tools(tools: Sequence[str]) -> list[Any]:
     """The functions of the setting `tools`; `ConfigError` names the key of one that cannot be loaded."""
     loaded = []
     for number, spec in enumerate(tools):
-        try:
+        with naming(f"tools[{number}]"):
             loaded.append(load_object(spec, "tool"))
-        except ConfigError as error:
-            raise ConfigError(f"tools[{number}]: {error}") from error
     return loaded
 
 
@@ -215,7 +204,7 @@ def load_factory(config: EnvironmentConfig) -> tuple[str, Any]:
     package, _, name = config.factory.partition(":")
     if package in ADAPTERS:
         return label, partial(load_object(ADAPTERS[package], "environment"), name, **config.kwargs)
-    try:
+    with naming(label):
         if ":" not in config.factory or (config.factory.startswith("builtin:") and config.factory not in BUILT_IN):
             raise ConfigError(f"it must be one of {', '.join(BUILT_IN)}, 'pkg.module:name' or 'path/file.py:name'")
         create = load_object(BUILT_IN.get(config.factory, config.factory), "environment")
@@ -224,6 +213,4 @@ def load_factory(config: EnvironmentConfig) -> tuple[str, Any]:
         if not callable(create):
             raise ConfigError("env.kwargs is given, and this takes no arguments; leave it out")
         check_kwargs(config.factory, create, config.kwargs)
-    except ConfigError as error:
-        raise ConfigError(f"{label}: {error}") from error
     return label, partial(create, **config.kwargs)

@@ -52,8 +52,8 @@ class Framings:
     ):
         """Check the tokenizer's chat template now if there are tools, and else with the first conversation."""
         self.text = TextFraming(tokenizer, config)
-        self._build_chat = partial(ChatFraming, tokenizer, config, uses_tools=environments.needs_tools, end_ids=ends)
-        self._chat = self._build_chat() if environments.needs_tools else None
+        self._build_chat = partial(ChatFraming, tokenizer, config, uses_tools=bool(environments.tools), end_ids=ends)
+        self._chat = self._build_chat() if environments.tools else None
 
     def of(self, prompts: Sequence[Prompt]) -> Framing:
         """The framing of a batch of prompts, which must be all texts or all conversations."""
