@@ -247,10 +247,8 @@ class BackgroundEngine(RequestEngine):
         self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
     ) -> None:
         """Ask the sampler once: after a failure its weights may be those of half an update."""
-        try:
+        with self.losing():
             self.sampler.complete(requests, settings, ended)
-        except EngineFailure as failure:
-            raise self.lose(failure) from failure
 
     def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:  # noqa: ARG002
         """The rollout as it is: passes of the policy wait until its turn to be learned from."""
@@ -258,10 +256,8 @@ class BackgroundEngine(RequestEngine):
 
     def weights_changed(self) -> None:
         """Give the policy's weights to the sampler; raises `EngineLost`."""
-        try:
+        with self.losing():
             self.sampler.sync(self.policy)
-        except EngineFailure as failure:
-            raise self.lose(failure) from failure
 
     def recover(self) -> None:
         """Do nothing: a lost one is replaced."""

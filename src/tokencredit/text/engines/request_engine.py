@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,29 +77,36 @@ class RequestEngine(Engine):
         """
         left = dict(enumerate(requests))
 
-        def take(numbers: Sequence[int], index: int, completion: Completion) -> None:
-            del left[numbers[index]]
-            ended(numbers[index], completion)
-
-        for last in (False, True):
+        def ask() -> None:
             numbers = list(left)
-            try:
-                self.sampler.complete([left[number] for number in numbers], settings, partial(take, numbers))
-                return
-            except EngineFailure as failure:
-                if last:
-                    raise self.lose(failure, " twice in a row") from failure
-                self.report(f"rollout.engine {self.sampler.name} failed, and is asked again: {failure}")
-                if self.in_step is None and not self.sampler.syncs_in_step:
-                    self._sync(self.processes.alone())
 
-    def lose(self, failure: EngineFailure, times: str = "") -> EngineLost:
-        """Take the engine for lost until a sync is proven; returns the error to raise."""
-        self.lost = True
-        return EngineLost(
-            f"rollout.engine {self.sampler.name} failed{times}: {failure}; the run can be resumed when it works again, "
-            "or with rollout.engine: local"
-        )
+            def take(index: int, completion: Completion) -> None:
+                del left[numbers[index]]
+                ended(numbers[index], completion)
+
+            self.sampler.complete([left[number] for number in numbers], settings, take)
+
+        try:
+            ask()
+            return
+        except EngineFailure as failure:
+            self.report(f"rollout.engine {self.sampler.name} failed, and is asked again: {failure}")
+        if self.in_step is None and not self.sampler.syncs_in_step:
+            self._sync(self.processes.alone())
+        with self.losing(" twice in a row"):
+            ask()
+
+    @contextmanager
+    def losing(self, when: str = "") -> Iterator[None]:
+        """A context in which a failure of the sampler is `EngineLost`: the engine is lost until a sync is proven."""
+        try:
+            yield
+        except EngineFailure as failure:
+            self.lost = True
+            raise EngineLost(
+                f"rollout.engine {self.sampler.name} failed{when}: {failure}; the run can be resumed when it works "
+                "again, or with rollout.engine: local"
+            ) from failure
 
     def exact(self, rollout: Rollout, settings: SamplingConfig) -> Rollout:
         """The rollout with log-probs by a full forward pass, and with values of a critic on the policy's trunk.
@@ -109,11 +115,8 @@ class RequestEngine(Engine):
             EngineLost: the sampler failed.
             RunStopped: the sampler has weights of its own, and they are not the policy's.
         """
-        with self._before_passes():
-            try:
-                self.sampler.sleep()
-            except EngineFailure as failure:
-                raise self.lose(failure, " to free its memory") from failure
+        with self._before_passes(), self.losing(" to free its memory"):
+            self.sampler.sleep()
         filtered, temperature = bool(settings.filters()), settings.temperature
         with self.precision.no_grad():
             exact = evaluate_rollout(self.policy, rollout, temperature, self.budget, self.in_step, entropy=filtered)
@@ -179,10 +182,8 @@ class RequestEngine(Engine):
     def _sample_probe(self) -> Rollout:
         lengths = (PROMPT, max_prompt_length(self.policy.lm, NEW, self.budget), (self.longest or PROMPT + NEW) - NEW)
         number = 0 if self.probe is None else self.probe.number + 1
-        try:
+        with self.losing():
             return sample_probe(self.sampler, self.tokenizer, min(filter(None, lengths)), number, self.precision.device)
-        except EngineFailure as failure:
-            raise self.lose(failure) from failure
 
 
 class RequestConversation(Conversation):
