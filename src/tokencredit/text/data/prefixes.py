@@ -22,7 +22,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.detokenizer import Detokenizer
 from tokencredit.text.data.prompts import PromptBatch, Prompts
-from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.data.rollout import Rollout, unpadded
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.precision import weights_in
 from tokencredit.text.rewards.calls import RewardError, Term, check_columns
@@ -207,9 +207,7 @@ def prefix_scores(
     Every `every`-th prefix is scored, and the tokens up to the next one have its score; equal prefixes are scored once.
     The tokens of `end` follow each prefix that does not end with them. Raises as `score`.
     """
-    lengths = rollout.response_lengths().tolist()
-    starts = [tuple(ids[mask].tolist()) for ids, mask in zip(prompts.ids, prompts.mask, strict=True)]
-    responses = [ids[:length].tolist() for ids, length in zip(rollout.response_ids.cpu(), lengths, strict=True)]
+    starts, responses = list(map(tuple, unpadded(prompts.ids, prompts.mask))), rollout.by_response(rollout.response_ids)
     contents = prompts.contents()  # with the columns, which a function may read
     # The row and the length of each distinct prefix; one is known by the number of the one before it, and what follows.
     known: dict[tuple[object, ...], int] = {}

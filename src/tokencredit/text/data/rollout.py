@@ -66,6 +66,11 @@ class Rollout:
         """Length of each response in tokens, those of an environment between turns included, `[batch]`."""
         return extents(self.mask)
 
+    def by_response(self, x: Tensor) -> list[list[Any]]:
+        """Entries of `x` `[batch, time]` at each response's tokens, an environment's between turns included."""
+        rows = zip(x.cpu(), self.response_lengths().tolist(), strict=True)
+        return [row[:length].tolist() for row, length in rows]
+
     def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
         """Extra columns for reward functions.
 
@@ -73,29 +78,28 @@ class Rollout:
         turns, 1 at sampled tokens and 0 at an environment's; `ref_logprobs`, log-probs of sampled tokens under the
         reference model, if there is one.
         """
-        # One transfer from the device per tensor, not per row.
-        rows, lengths = list(self.mask.cpu()), self.response_lengths().tolist()
-        response_ids = zip(self.response_ids.cpu(), lengths, strict=True)
-        columns: dict[str, list[Any]] = {"completion_ids": [ids[:length].tolist() for ids, length in response_ids]}
-        prompts = zip(self.prompt_ids.cpu(), self.prompt_mask.cpu(), strict=True)
-        columns["prompt_ids"] = [ids[mask].tolist() for ids, mask in prompts]
+        prompt_ids = unpadded(self.prompt_ids, self.prompt_mask)
+        columns = {"completion_ids": self.by_response(self.response_ids), "prompt_ids": prompt_ids}
         if self.turn_ends is not None:
-            masks = zip(rows, lengths, strict=True)
-            columns["completion_mask"] = [mask[:length].int().tolist() for mask, length in masks]
+            columns["completion_mask"] = self.by_response(self.mask.int())
         if ref_logprobs is not None:
-            columns["ref_logprobs"] = [x[acted].tolist() for x, acted in zip(ref_logprobs.cpu(), rows, strict=True)]
+            columns["ref_logprobs"] = unpadded(ref_logprobs, self.mask)
         return columns
 
     def texts(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool = True) -> list[str]:
         """The completions, detokenized after their prompts, by default without special tokens."""
-        prompt_rows = zip(self.prompt_ids.cpu(), self.prompt_mask.cpu(), strict=True)
-        prompts = [tuple(ids[mask].tolist()) for ids, mask in prompt_rows]
+        prompts = list(map(tuple, unpadded(self.prompt_ids, self.prompt_mask)))
         options = {"skip_special_tokens": skip_special_tokens}
         detokenizers = {ids: Detokenizer(tokenizer, ids, **options) for ids in dict.fromkeys(prompts)}
-        rows = zip(prompts, self.response_ids.cpu(), self.response_lengths().tolist(), strict=True)
-        return [detokenizers[prompt].text(ids[:length].tolist()) for prompt, ids, length in rows]
+        rows = zip(prompts, self.by_response(self.response_ids), strict=True)
+        return [detokenizers[prompt].text(ids) for prompt, ids in rows]
 
     def tokens(self, row: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The text of each token of a completion, special tokens included."""
         prompt = self.prompt_ids[row][self.prompt_mask[row]].tolist()
         return Detokenizer(tokenizer, prompt).tokens(self.response_ids[row, : self.response_lengths()[row]].tolist())
+
+
+def unpadded(x: Tensor, mask: Tensor) -> list[list[Any]]:
+    """Entries of each row where the mask is true; one transfer from the device per tensor, not per row."""
+    return [row[true].tolist() for row, true in zip(x.cpu(), mask.cpu(), strict=True)]

@@ -15,7 +15,7 @@ from tokencredit.distributed.sharding import gathered
 from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.data.rollout import Rollout, unpadded
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.precision import Precision
 
@@ -29,8 +29,7 @@ class Conversation(ABC):
     def __init__(self, prompts: PromptBatch, settings: SamplingConfig):
         """Start before the first turns; arguments as in `Engine.converse`."""
         self.prompts, self.settings = prompts, settings
-        rows = zip(prompts.ids.cpu(), prompts.mask.cpu(), strict=True)
-        self.prompt_ids: list[list[int]] = [ids[mask].tolist() for ids, mask in rows]
+        self.prompt_ids: list[list[int]] = unpadded(prompts.ids, prompts.mask)
         self.begun = [0] * len(self.prompt_ids)
         """Tokens of each row's next turn that `begin` has given."""
 

@@ -15,6 +15,7 @@ from tokencredit.settings.offline import LengthSettings, RowsSettings
 from tokencredit.text.data.completions import answered, ended, rendered_after, tokenize_after, unfinished
 from tokencredit.text.data.datasets import rows_of
 from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
+from tokencredit.text.data.rollout import unpadded
 from tokencredit.text.models.model_loading import end_ids, max_prompt_length
 from tokencredit.text.rewards.reward_models import RewardModel
 from tokencredit.text.rewards.texts import for_template, prefilled
@@ -104,8 +105,8 @@ def read_rows(
     )
     for start in range(0, len(prompts.kept), CHUNK):
         batch = prompts.batch(start, min(CHUNK, len(prompts.kept) - start))
-        for index, (prompt, text) in enumerate(zip(batch.prompts, batch.texts, strict=True)):
-            ids: list[int] = batch.ids[index][batch.mask[index]].tolist()
+        read = zip(batch.prompts, batch.texts, unpadded(batch.ids, batch.mask), strict=True)
+        for index, (prompt, text, ids) in enumerate(read):
             columns = {column: values[index] for column, values in batch.columns.items()}
             yield Row(f"row {start + index + 1} of {name}", prompt, text, ids, columns)
 
