@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
-from tokencredit.text.data.detokenizer import Detokenizer
+from tokencredit.text.data.detokenizer import Detokenizer, shared_start
 from tokencredit.text.rewards.texts import answer, content, messages, prefilled
 
 
@@ -69,7 +69,7 @@ def rendered_after(
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"the tokenizer's chat template rejects it: {error}") from error
     if not whole.startswith(text):
-        at = next(i for i, (a, b) in enumerate(zip(text, whole + "\0" * len(text), strict=False)) if a != b)
+        at = shared_start(text, whole)
         raise ConfigError(
             f"the chat template renders the prompt differently when an answer follows: {text[at : at + 20]!r} in the "
             f"prompt, {whole[at : at + 20]!r} before the answer"

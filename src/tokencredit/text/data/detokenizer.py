@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -37,8 +38,7 @@ class Detokenizer:
         both = self._decode([*self.prompt_ids, *ids])
         if both.startswith(self.prompt):
             return both[len(self.prompt) :]
-        pairs = enumerate(zip(self.prompt, both, strict=False))
-        start = next((index for index, (alone, continued) in pairs if alone != continued), len(both))
+        start = shared_start(self.prompt, both)
         return self._decode(list(ids)) if self.prompt[start:].strip(INCOMPLETE + " ") else both[start:]
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
@@ -79,6 +79,12 @@ class Detokenizer:
         if self.tokenizer.decode([token], skip_special_tokens=True):
             return ""
         return str(self.tokenizer.decode([token]))
+
+
+def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the longest beginning that two texts or token sequences share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class StopSearch:

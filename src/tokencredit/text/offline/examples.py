@@ -14,6 +14,7 @@ from tokencredit.provenance.parts import column_names
 from tokencredit.settings.offline import LengthSettings, RowsSettings
 from tokencredit.text.data.completions import answered, ended, rendered_after, tokenize_after, unfinished
 from tokencredit.text.data.datasets import rows_of
+from tokencredit.text.data.detokenizer import shared_start
 from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
 from tokencredit.text.data.rollout import unpadded
 from tokencredit.text.models.model_loading import end_ids, max_prompt_length
@@ -155,8 +156,7 @@ def without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
     texts = isinstance(chosen, str) and isinstance(rejected, str)
     if not (texts or (is_conversation(chosen) and is_conversation(rejected))):
         return None
-    shortest = min(len(chosen), len(rejected)) - (not texts)
-    at = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
+    at = shared_start(chosen, rejected) if texts else shared_start(chosen[:-1], rejected[:-1])
     while texts and at and not chosen[at - 1].isspace():
         at -= 1
     at -= chosen[at - 1 : at] == " "  # a completion begins with its blank

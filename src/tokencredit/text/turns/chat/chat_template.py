@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
 from tokencredit.errors import ConfigError
+from tokencredit.text.data.detokenizer import shared_start
 from tokencredit.text.turns.chat.tool_calls import Schema
 from tokencredit.text.turns.protocols.episode import Message
 
@@ -246,9 +247,3 @@ class ChatTemplate:
         except Rejected:  # it takes no user message after the assistant's
             end = None
         return {*self.ends, *([end] if end else [])}
-
-
-def shared_start(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the longest beginning that two texts or token sequences share."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -12,8 +12,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
+from tokencredit.text.data.detokenizer import shared_start
 from tokencredit.text.models.model_loading import load_tokenizer, resolve
-from tokencredit.text.turns.chat.chat_template import USER, ChatTemplate, Rejected, look_up, shared_start
+from tokencredit.text.turns.chat.chat_template import USER, ChatTemplate, Rejected, look_up
 from tokencredit.text.turns.chat.framing import ChatFraming
 from tokencredit.text.turns.chat.tool_calls import THINK
 from tokencredit.text.turns.protocols.episode import Message, Turn
