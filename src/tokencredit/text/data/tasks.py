@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +67,8 @@ class Tasks:
         """Rows `first` to `first + size − 1` of the endless sequence with each row repeated `repeat` times."""
         positions = [(first + place) // repeat for place in range(size)]
         rows = [self._row(position) for position in positions]
-        seeds = [
-            int(np.random.SeedSequence([self.seed, self.stream, position]).generate_state(1)[0])
-            for position in positions
-        ]
+        sequences = (np.random.SeedSequence([self.seed, self.stream, position]) for position in positions)
+        seeds = [int(sequence.generate_state(1)[0]) for sequence in sequences]
         return TaskBatch(rows, seeds, {name: [row.get(name) for row in rows] for name in self.other_columns})
 
     def values(self, column: str) -> Iterator[Any]:
@@ -101,7 +99,6 @@ def load_tasks(
     source = rows_of(config, dataset, dataset_name, group)
     rows, name = source or (None, f"{group}.text")
     if source is None and config.text is not None:
-        texts: Sequence[str] = [config.text] if isinstance(config.text, str) else config.text
-        rows = [{"prompt": text} for text in texts]
+        rows = [{"prompt": text} for text in ([config.text] if isinstance(config.text, str) else config.text)]
     shuffle = source is not None if config.shuffle is None else config.shuffle
     return Tasks(rows, name=name, seed=seed, stream=stream, shuffle=shuffle, column=config.column)

@@ -37,13 +37,9 @@ def take_rows(cache: Cache, slots: Sequence[int], starts: Sequence[int], *, last
     rows: list[RowCache] = [[] for _ in slots]
     for layer in cache.layers:
         assert isinstance(layer, SpareCapacityLayer)
+        keys, values = cast(KeysAndValues, (layer.keys, layer.values))
         for row, slot, start in zip(rows, slots, starts, strict=True):
-            row.append(
-                cast(
-                    KeysAndValues,
-                    tuple(x[slot, :, start:].clone() for x in (layer.keys, layer.values) if x is not None),
-                )
-            )
+            row.append((keys[slot, :, start:].clone(), values[slot, :, start:].clone()))
         if last:
             layer.keys, layer.values, layer.buffers = None, None, [None, None]
     return rows

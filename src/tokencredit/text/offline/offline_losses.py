@@ -153,11 +153,8 @@ def build_trainer(
             }
             end = tokenizer.eos_token_id
             if isinstance(config, RewardModelConfig):
-                kind, args = (
-                    trl.RewardTrainer,
-                    trl.RewardConfig(**shared, center_rewards_coefficient=config.reward_model.center),
-                )
-                row = {"chosen_ids": [end], "rejected_ids": [end]}
+                args = trl.RewardConfig(**shared, center_rewards_coefficient=config.reward_model.center)
+                kind, row = trl.RewardTrainer, {"chosen_ids": [end], "rejected_ids": [end]}
             elif isinstance(config, DPOConfig):
                 losses: dict[str, Any] = {"loss_type": [config.dpo.loss], "beta": config.dpo.beta}
                 if config.dpo.loss == "robust":

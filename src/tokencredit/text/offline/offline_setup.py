@@ -166,9 +166,8 @@ def begin_with_value_head(name: str, model: PreTrainedModel, loaded: dict[str, A
     """Make a language model's value head the missing score head, and return a note; no note without one."""
     if (head := take_value_head(name, model, loaded)) is None:
         return []
-    cast(torch.nn.Module, model.score).register_parameter(
-        "bias", None
-    )  # as saved classifiers have it; pairs do not depend on it
+    # As saved classifiers have it; pairs do not depend on it.
+    cast(torch.nn.Module, model.score).register_parameter("bias", None)
     return [f"the score head begins with {head}, without its bias"]
 
 

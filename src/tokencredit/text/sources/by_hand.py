@@ -379,14 +379,8 @@ class LoopByHand(Trainer):
         """Raise `ConfigError` unless there is a score for each completion."""
         reward, lengths = HandedScores(), batch.rollout.mask.sum(1).tolist()
         reward.scores = scores
+        terms = [Term("scores", 1.0, reward, retries=0)]
         try:
-            score(
-                [Term("scores", 1.0, reward, retries=0)],
-                batch.prompts.questions(),
-                batch.answers(),
-                {},
-                lengths,
-                finite=False,
-            )
+            score(terms, batch.prompts.questions(), batch.answers(), {}, lengths, finite=False)
         except RunStopped as error:
             raise ConfigError(str(error)) from error

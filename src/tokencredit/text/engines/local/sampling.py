@@ -302,14 +302,12 @@ def append_started(prompts: PromptBatch, started: Sequence[Tensor]) -> tuple[Ten
 
 def logits_warpers(settings: SamplingConfig) -> list[LogitsProcessor]:
     """Transformers' logits warpers for top_k, top_p and min_p."""
-    warpers: list[LogitsProcessor] = []
-    if settings.top_k is not None:
-        warpers.append(TopKLogitsWarper(settings.top_k))
-    if settings.top_p is not None:
-        warpers.append(TopPLogitsWarper(settings.top_p))
-    if settings.min_p is not None:
-        warpers.append(MinPLogitsWarper(settings.min_p))
-    return warpers
+    filters = (
+        (TopKLogitsWarper, settings.top_k),
+        (TopPLogitsWarper, settings.top_p),
+        (MinPLogitsWarper, settings.min_p),
+    )
+    return [warper(value) for warper, value in filters if value is not None]
 
 
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
