@@ -246,15 +246,8 @@ class Pipeline:
             terms=scores.terms,
             of_texts=scores.of_texts,
             filtered=bool(settings.filters()),
-            stopped=self._stopped(batch, settings.stop),
+            stopped=rollout.stopped(self.tokenizer, settings.stop) if settings.stop and episodes is None else None,
         )
-
-    def _stopped(self, batch: Batch, stops: Sequence[str]) -> Tensor | None:
-        """True for each completion that contains a stop string, which may be a special token; None if there is none."""
-        if not stops or batch.episodes is not None:
-            return None
-        texts = batch.rollout.texts(self.tokenizer, skip_special_tokens=False)
-        return torch.tensor([any(stop in text for stop in stops) for text in texts], device=self.precision.device)
 
     def start_rewards(self, batch: Batch) -> Batch:
         """Start the calls of reward terms that run in threads of their own and need no reference model."""

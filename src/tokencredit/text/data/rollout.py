@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -93,6 +95,11 @@ class Rollout:
         detokenizers = {ids: Detokenizer(tokenizer, ids, **options) for ids in dict.fromkeys(prompts)}
         rows = zip(prompts, self.by_response(self.response_ids), strict=True)
         return [detokenizers[prompt].text(ids) for prompt, ids in rows]
+
+    def stopped(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Tensor:
+        """True for each completion that contains one of these strings, which may be a special token, `[batch]`."""
+        texts = self.texts(tokenizer, skip_special_tokens=False)
+        return torch.tensor([any(stop in text for stop in stops) for text in texts], device=self.mask.device)
 
     def tokens(self, row: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The text of each token of a completion, special tokens included."""

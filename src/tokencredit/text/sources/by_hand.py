@@ -347,9 +347,7 @@ class LoopByHand(Trainer):
             behavior_logprobs=None if logprobs is None else padded(logprobs),
         )
         if settings.stop:
-            texts = rollout.texts(self.tokenizer, skip_special_tokens=False)
-            stopped = torch.tensor([any(stop in text for stop in settings.stop) for text in texts], device=device)
-            rollout.truncated &= ~stopped
+            rollout.truncated &= ~rollout.stopped(self.tokenizer, settings.stop)
         rollout = self._evaluated(rollout)
         return Batch(rows, rollout, rollout.texts(self.tokenizer))
 
