@@ -284,9 +284,7 @@ class PPOTrainer(LoopByHand):
         scored = self.scored(batch)
         events = episode_events(scored.episodes or ()) | end_event(self.credit.prefixes, self.tokenizer)
         for name, line in events.items():
-            if name not in self.reported:
-                self.reported.add(name)
-                self.record.event(line)
+            self.report_once(name, line)
         return scored
 
     def update(self, number: int, batch: Batch, experience: Experience, kl: float | None = None) -> dict[str, float]:
