@@ -167,15 +167,14 @@ def build_models(
         if sharding is not None:
             sharding.of_frozen().apply(reference.lm)
         _place(reference, precision.device)
+        if precision.bfloat16 and sharding is None:
+            round_frozen(reference.lm)
     if sharding is not None and named and distributed_config() is None:
         notes.append(
             "run.shard full: this version of Transformers loads models whole, before each process keeps its part"
         )
-    if precision.bfloat16 and sharding is None:
-        if reference is not None and reference is not policy:
-            round_frozen(reference.lm)
-        if named and _rounds_policy(args, policy, precision):
-            round_frozen(policy.lm)
+    if precision.bfloat16 and sharding is None and named and _rounds_policy(args, policy, precision):
+        round_frozen(policy.lm)
     in_step = sharding.processes if sharding is not None and args.sharding.sampling == "layers" else None
     return Models(policy, reference, tokenizer, precision, [*precision.notes, *notes], in_step)
 
