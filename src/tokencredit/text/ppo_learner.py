@@ -10,14 +10,7 @@ from torch import nn
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.learner import Learner
-from tokencredit.learn.objective import (
-    CriticOutputs,
-    Interpolation,
-    Objective,
-    Passes,
-    PolicyLoss,
-    PolicyOutputs,
-)
+from tokencredit.learn.objective import CriticOutputs, Interpolation, Objective, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import ParamGroup, build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.own_loss import objective_of
 from tokencredit.learn.state import trainable

@@ -175,11 +175,7 @@ class CompletionAuditor:
         )
 
     def record(
-        self,
-        number: int,
-        settings: AuditConfig,
-        rows: Sequence[Mapping[str, Any]],
-        say: Callable[[str], None],
+        self, number: int, settings: AuditConfig, rows: Sequence[Mapping[str, Any]], say: Callable[[str], None]
     ) -> dict[str, Any]:
         """An audit of this size as audit.json holds it; `say` is called with its cost, by the run's rows of metrics.
 

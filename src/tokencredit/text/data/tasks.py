@@ -34,14 +34,7 @@ class Tasks:
     """An endless sequence of rows, determined by the data and the seeds."""
 
     def __init__(
-        self,
-        rows: Rows | None,
-        *,
-        name: str,
-        seed: int,
-        stream: int = 0,
-        shuffle: bool = True,
-        column: str = "prompt",
+        self, rows: Rows | None, *, name: str, seed: int, stream: int = 0, shuffle: bool = True, column: str = "prompt"
     ):
         """Keep the rows, named `name` in messages; None if environments make their own episodes.
 

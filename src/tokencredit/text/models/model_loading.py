@@ -17,13 +17,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
@@ -130,9 +124,7 @@ def same_weights(one: str, other: str) -> bool:
 
 
 def load_language_model(
-    args: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    sharding: Sharding | None = None,
+    args: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None, sharding: Sharding | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model with float32 weights, and its tokenizer unless one is passed.
 
@@ -237,10 +229,7 @@ def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
     vocabulary = json.dumps(
         [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True
     )
-    return {
-        "model": weights_digest(lm),
-        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
-    }
+    return {"model": weights_digest(lm), "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()}
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -278,13 +267,7 @@ def check_origin(then: Mapping[str, Any], now: Mapping[str, Any], name: str) -> 
 
 
 def load_model(
-    kind: Any,
-    name: str,
-    folder: str,
-    args: ModelConfig,
-    sharding: Sharding | None = None,
-    *,
-    trunk: bool = False,
+    kind: Any, name: str, folder: str, args: ModelConfig, sharding: Sharding | None = None, *, trunk: bool = False
 ) -> PreTrainedModel:
     """Load a model by an Auto class, with float32 weights, from safetensors only.
 

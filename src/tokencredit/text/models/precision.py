@@ -15,12 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tokencredit.distributed.processes import Processes

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError, naming
 from tokencredit.learn.training_mode import disable_noise
@@ -35,14 +30,7 @@ from tokencredit.text.models.model_loading import (
 )
 from tokencredit.text.models.peft_models import attached, check_adapted, merge, name_base, saved_config
 from tokencredit.text.models.precision import in_float32, quantisation
-from tokencredit.text.models.run_models import (
-    build_policy,
-    check_trained,
-    load_start,
-    merge_notes,
-    merged,
-    save_policy,
-)
+from tokencredit.text.models.run_models import build_policy, check_trained, load_start, merge_notes, merged, save_policy
 from tokencredit.text.offline.examples import Encoder, Example, Row, examples_of, read_rows, scored_pair, split
 from tokencredit.text.rewards.reward_models import RewardModel, take_value_head
 from tokencredit.text.rewards.reward_models import load as load_classifier

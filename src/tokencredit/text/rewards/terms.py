@@ -273,12 +273,7 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
 
 
 def _read(
-    name: str,
-    result: Any,
-    prompts: Sequence[Text],
-    completions: Sequence[Text],
-    lengths: Sequence[int],
-    finite: bool,
+    name: str, result: Any, prompts: Sequence[Text], completions: Sequence[Text], lengths: Sequence[int], finite: bool
 ) -> list[Value]:
     """Check a term's result and convert it to plain numbers."""
     if getattr(result, "ndim", 0) == 2 and result.shape[1] == 1:  # a column of scores, as models give

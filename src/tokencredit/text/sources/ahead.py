@@ -51,13 +51,7 @@ class CurrentPolicy:
 class SamplesAhead(CurrentPolicy):
     """Batches of a stream, sampled up to `max_age` updates before they are learned from."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        stream: BatchStream,
-        args: PPOConfig,
-        report: Callable[[str], None],
-    ):
+    def __init__(self, pipeline: Pipeline, stream: BatchStream, args: PPOConfig, report: Callable[[str], None]):
         """Sample nothing yet; `report` is called with a line when a sampler has failed."""
         super().__init__(pipeline, stream)
         self.settings, self.report = args.rollout, report

@@ -8,13 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    LogitsProcessor,
-    MinPLogitsWarper,
-    PreTrainedTokenizerBase,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessor, MinPLogitsWarper, PreTrainedTokenizerBase, TopKLogitsWarper, TopPLogitsWarper
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.distributed.sharding import within

@@ -20,13 +20,7 @@ from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.engines.plain_weights import plain_weights
 from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
-from tokencredit.text.engines.vllm.process import (
-    classes_of,
-    contained,
-    leave_groups,
-    own_randomness,
-    shut_down,
-)
+from tokencredit.text.engines.vllm.process import classes_of, contained, leave_groups, own_randomness, shut_down
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_checks import error_line
 from tokencredit.text.models.precision import Precision
