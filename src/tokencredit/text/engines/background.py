@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from tokencredit.text.engines.continuous import manager_of, pages_of, spared, ta
 from tokencredit.text.engines.engine import Engine
 from tokencredit.text.engines.probe import require_same_logprobs
 from tokencredit.text.engines.request_engine import RequestEngine
-from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Progress, Request, Sampler
+from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, OnCompletion, Progress, Request, Sampler
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import errors_alone
 
@@ -103,9 +103,7 @@ class BackgroundSampler(Sampler):
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
-    def complete(
-        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
-    ) -> None:
+    def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Sample a completion for each request, among those of other threads; `settings` are those of all."""
         assert settings == self.settings, "all requests have the settings of the start"
         if not requests:
@@ -243,9 +241,7 @@ class BackgroundEngine(RequestEngine):
 
     sampler: BackgroundSampler = field(kw_only=True)
 
-    def complete(
-        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
-    ) -> None:
+    def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Ask the sampler once: after a failure its weights may be those of half an update."""
         with self.losing():
             self.sampler.complete(requests, settings, ended)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
+from tokencredit.text.engines.requests import Completion, EngineFailure, OnCompletion, Progress, Request, Sampler
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import errors_alone
 
@@ -39,9 +39,7 @@ class ContinuousSampler(Sampler):
     name = "continuous"
     shares_weights = True
 
-    def complete(
-        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
-    ) -> None:
+    def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Sample all requests, each of which ends on its own; the cache lives as long as the call."""
         if not requests:
             return

@@ -17,7 +17,7 @@ from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.engines.engine import FAILURES, Conversation, Engine
 from tokencredit.text.engines.probe import NEW, PROMPT, TEMPERATURE, Probe, require_same_logprobs, sample_probe
-from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, Request, Sampler
+from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, OnCompletion, Request, Sampler
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.rollout_passes import evaluate_rollout, rollout_logprobs
 
@@ -65,9 +65,7 @@ class RequestEngine(Engine):
             self.recover()
         return RequestConversation(self, prompts, settings, uniforms)
 
-    def complete(
-        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
-    ) -> None:
+    def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Ask the sampler; after a failure sync it and ask once more for the requests that have not ended.
 
         Where processes sync in step, this one asks again without a sync.

@@ -44,6 +44,10 @@ class Completion(NamedTuple):
     """The version of the weights that drew each token, if they change while it is sampled."""
 
 
+OnCompletion = Callable[[int, Completion], None]
+"""Called with the index of a request and its completion."""
+
+
 class EngineFailure(RuntimeError):
     """A sampler failed, or cannot be reached; the message is the cause, in a line."""
 
@@ -96,9 +100,7 @@ class Sampler(Protocol):
     longest: int | None = None
     """Most tokens of a prompt with its completion, known after a sync; None where the model alone limits them."""
 
-    def complete(
-        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
-    ) -> None:
+    def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Sample a completion for each request.
 
         Args:

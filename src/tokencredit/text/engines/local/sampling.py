@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -296,12 +297,9 @@ def append_started(prompts: PromptBatch, started: Sequence[Tensor]) -> tuple[Ten
 
 def logits_warpers(settings: SamplingConfig) -> list[LogitsProcessor]:
     """Transformers' logits warpers for top_k, top_p and min_p."""
-    filters = (
-        (TopKLogitsWarper, settings.top_k),
-        (TopPLogitsWarper, settings.top_p),
-        (MinPLogitsWarper, settings.min_p),
-    )
-    return [warper(value) for warper, value in filters if value is not None]
+    warpers: tuple[Any, ...] = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+    values = (settings.top_k, settings.top_p, settings.min_p)
+    return [warper(value) for warper, value in zip(warpers, values, strict=True) if value is not None]
 
 
 def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:

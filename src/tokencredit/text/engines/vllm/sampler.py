@@ -19,7 +19,7 @@ from tokencredit.distributed.sharding import kind_of
 from tokencredit.errors import ConfigError, NotInstalled
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.engines.plain_weights import plain_weights
-from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
+from tokencredit.text.engines.requests import EngineFailure, OnCompletion, Progress, Request, Sampler
 from tokencredit.text.engines.vllm.process import classes_of, contained, leave_groups, own_randomness, shut_down
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_checks import error_line
@@ -68,9 +68,7 @@ class VllmSampler(Sampler):
         self._close = weakref.finalize(self, _shut_down, self.llm, self.in_job)
         self._close.atexit = False
 
-    def complete(
-        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
-    ) -> None:
+    def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Sample all requests in batches that vLLM schedules."""
         settings.check_vllm("sampling.")
         self._wake("weights", "kv_cache")

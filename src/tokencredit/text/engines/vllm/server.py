@@ -25,7 +25,7 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.runs.folder import safetensors_errors
 from tokencredit.settings.rollout import RolloutConfig, SamplingConfig
 from tokencredit.text.engines.plain_weights import plain_weights, write_weights
-from tokencredit.text.engines.requests import Completion, EngineFailure, Progress, Request, Sampler
+from tokencredit.text.engines.requests import Completion, EngineFailure, OnCompletion, Progress, Request, Sampler
 from tokencredit.text.engines.vllm.connection import (
     CERTAIN,
     COMMAND,
@@ -101,9 +101,7 @@ class VllmServer(Sampler):
                     f"rollout.server_folder is {str(self.folder)!r}, where no weights can be written: {error}"
                 ) from error
 
-    def complete(
-        self, requests: Sequence[Request], settings: SamplingConfig, ended: Callable[[int, Completion], None]
-    ) -> None:
+    def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Send all requests at once, at most `IN_FLIGHT`; a failure, or an exception of `ended`, cancels the rest."""
         settings.check_vllm("sampling.")
         settings.check_vllm_server()
