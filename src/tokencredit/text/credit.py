@@ -167,7 +167,6 @@ class Credit:
         return {"kl_coef": self.kl.coef} | followed
 
     def _in_loss(self, rollout: Rollout) -> Tensor:
-        """True at tokens in the loss."""
         return rollout.mask & ~(rollout.truncated.unsqueeze(1) & self.args.ppo.mask_truncated)
 
     def _weights(self, rollout: Rollout) -> Tensor | None:
@@ -252,7 +251,6 @@ class Credit:
     def _estimate(
         self, scored: Batch, score_rewards: Tensor, kl_rewards: Tensor, args: AdvantageConfig
     ) -> tuple[Tensor, Tensor]:
-        """Compute advantages and returns."""
         rollout = scored.rollout
         options = args.options() | {"baseline": self.baseline.mean, "group_size": self.args.rollout.per_prompt}
         # A group's normalisation excludes the KL: A = (s − mean s) / (std s + 1e-4) − β (KL − mean KL). If it were

@@ -261,7 +261,6 @@ class Pipeline:
         return self.terms, batch.prompts.questions(), batch.answers(), known, batch.rollout.mask.sum(1).tolist()
 
     def _scores(self, batch: Batch, reference: ReferenceOutputs) -> Scores:
-        """The reward terms' scores of this process's completions."""
         asked = self._asked(batch, reference.logprobs)
         given = self._agreed(batch, partial(score, *asked, finite=self.finite, started=batch.pending))
         if not self.processes.any(given.dense is not None or given.of_texts):

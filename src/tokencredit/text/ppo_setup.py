@@ -273,7 +273,6 @@ def load_terms(
 
 
 def _configured_terms(args: PPOConfig, device: torch.device) -> list[Term]:
-    """The reward terms of the configuration."""
     for number, term in enumerate(args.reward if args.advantage.bootstrap else ()):
         kind, source = term.source()
         if kind != "function" or ":" not in source:  # user functions are checked at the first batch

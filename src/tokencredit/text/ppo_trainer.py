@@ -146,7 +146,6 @@ class PPOTrainer(LoopByHand):
     def _assemble(
         self, models: Models, terms: list[Term], environments: Environments | None, callbacks: list[object]
     ) -> None:
-        """Put what is loaded together."""
         args, self.policy, self.reference = self.loaded, models.policy, models.reference
         self.sharded = is_sharded(self.policy.lm)
         of_run = self.processes, environments, self.record.event, self.prefix_every
@@ -367,7 +366,6 @@ class PPOTrainer(LoopByHand):
         return ()
 
     def _restore(self, state: State) -> None:
-        """Restore the state from `_loop_state`."""
         self.source.load_state_dict(state)
         self.pretrained = state.get("pretrained", {})
         self.credit.load_state_dict(state["credit"])

@@ -254,7 +254,6 @@ class CompletionAuditor:
         return audit
 
     def _collect(self, place: int, group: int, random: torch.Generator) -> Batch:
-        """Collect this process's fresh completions, in whole groups."""
         args = self.credit.args
         count = -(-self.settings.completions // self.pipeline.processes.count) * group
         uniforms = torch.rand(count, args.rollout.max_new_tokens, generator=random)

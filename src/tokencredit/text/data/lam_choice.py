@@ -42,7 +42,6 @@ class LamChoice:
     """
 
     def __init__(self) -> None:
-        """Start without data."""
         self.effects = torch.zeros(2, BUCKETS, dtype=torch.float64, device="cpu")  # Σ (G − V) and number, by token
         self.sums = torch.zeros(2, len(LAMS), dtype=torch.float64, device="cpu")  # C and D
         self.lam = WITHOUT_DATA

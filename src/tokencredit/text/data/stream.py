@@ -21,7 +21,6 @@ class BatchStream:
     """
 
     def __init__(self, prompts: Prompts | Tasks, settings: RolloutConfig, processes: Processes, seed: int):
-        """Start at the first prompt."""
         self.prompts, self.settings, self.processes = prompts, settings, processes
         self.generator = torch.Generator().manual_seed(seed)
         self.drawn = 0

@@ -72,7 +72,6 @@ class ContinuousSampler(Sampler):
 
     @contextmanager
     def _manager(self, requests: Sequence[Request], settings: SamplingConfig) -> Iterator[Any]:
-        """A manager for this call."""
         lm = self.policy.lm
         attention = lm.config._attn_implementation
         mesh = vars(lm).pop("_device_mesh", None)  # of a sharded model, which Transformers refuses though it is held

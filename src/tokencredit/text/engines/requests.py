@@ -56,7 +56,6 @@ class Progress:
     """The tokens of a request so far, and the search for its end."""
 
     def __init__(self, request: Request, settings: SamplingConfig, tokenizer: PreTrainedTokenizerBase):
-        """Start without tokens."""
         start = len(request.tokens) - request.started
         self.started, self.shortest = request.tokens[start:], request.shortest
         self.ids: list[int] = []

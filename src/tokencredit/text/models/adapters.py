@@ -52,7 +52,6 @@ class AdapterSwitch:
     """The adapters of a language model: the policy's, and others on the same base, between which it switches."""
 
     def __init__(self, lm: PreTrainedModel):
-        """Begin with the adapter attached to a model."""
         self.lm, self.model, self.name = lm, attached(lm), active_adapter(lm)
         self.active: str | None = self.name
 

@@ -117,7 +117,6 @@ class CachedSteps:
         self.rows = torch.arange(len(prompt_mask), device=prompt_mask.device)
 
     def _cache(self) -> Cache | None:
-        """An empty cache."""
         return sampling_cache(self.model.lm.config)
 
     def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
@@ -154,7 +153,6 @@ class CachedSteps:
         return slots
 
     def _select(self, rows: Tensor) -> None:
-        """Select rows of the cache."""
         # Layers with a recurrent state have neither `batch_repeat_interleave` nor `batch_select_indices`.
         self.cache.reorder_cache(cast(torch.LongTensor, rows))
 

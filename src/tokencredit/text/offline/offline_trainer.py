@@ -197,7 +197,6 @@ class OfflineTrainer(Trainer):
         return {"loss": loss, **perplexity, **measured}
 
     def _sum(self, number: float) -> float:
-        """The sum of a number over all processes."""
         return float(self.processes.sum(torch.tensor(float(number), device=self.precision.device)))
 
     def _add_reference(self, rows: Sequence[Example]) -> None:

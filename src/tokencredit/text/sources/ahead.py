@@ -24,7 +24,6 @@ class CurrentPolicy:
     """The source of a stream's batches, each sampled from the current policy when it is needed."""
 
     def __init__(self, pipeline: Pipeline, stream: BatchStream):
-        """Sample nothing yet."""
         self.pipeline, self.stream = pipeline, stream
 
     def sample(self, later: int) -> Batch:  # noqa: ARG002  (of `SamplesAhead`)

@@ -327,7 +327,6 @@ class LoopByHand(Trainer):
             )
 
     def _adopted(self, rows: PromptBatch, ids: list[Tensor], logprobs: list[Tensor] | None) -> Batch:
-        """The batch of adopted completions, with log-probs of the policy."""
         device, engine, settings = rows.ids.device, self.pipeline.engine, self.loaded.rollout
 
         def padded(tensors: list[Tensor], value: float = 0) -> Tensor:

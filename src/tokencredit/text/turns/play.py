@@ -141,7 +141,6 @@ class EpisodePlayer:
         return list(transcripts), list(turns), replayed
 
     def _finished(self, prompts: PromptBatch, state: EpisodeState) -> PlayedBatch:
-        """Play episodes to their ends."""
         state.play()
         # An episode that neither the environment nor an answer ended is cut off, and worth its bootstrap.
         rollout = state.conversation.rollout()
@@ -157,7 +156,6 @@ class EpisodePlayer:
         columns: dict[str, list[Any]],
         longest: int | None,
     ) -> PromptBatch:
-        """Tokenize the prompts of episodes."""
         texts, ids = [], []
         for prompt, episode in zip(prompts, episodes, strict=True):
             text, row = framing.prompt(prompt, episode.tools)

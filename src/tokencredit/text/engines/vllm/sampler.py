@@ -135,7 +135,6 @@ class VllmSampler(Sampler):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def _wake(self, *parts: str) -> None:
-        """Wake what sleeps of these parts."""
         if tags := [part for part in self._asleep if part in parts]:
             _ask(self.llm.wake_up, tags=tags)
             self._asleep = [part for part in self._asleep if part not in tags]

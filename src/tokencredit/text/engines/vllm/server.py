@@ -282,6 +282,5 @@ class VllmServer(Sampler):
             )
 
     async def _version(self, client: httpx2.AsyncClient) -> str:
-        """The present version of the server's weights."""
         answer = await self.connection.fetch(client, "GET", "/weight_info")
         return str(answer.get("weight_version")) if isinstance(answer, dict) else ""

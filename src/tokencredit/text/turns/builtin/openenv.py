@@ -74,7 +74,6 @@ class OpenEnv:
 
 
 def _schema(url: str) -> Any:
-    """The server's schemas of actions and observations."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError("it must be an address that begins with http:// or https://")
     try:
