@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -77,24 +77,20 @@ def _silenced() -> Iterator[None]:
     if "VLLM_LOGGING_LEVEL" in os.environ:
         yield
         return
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    kept = {number: os.dup(number) for number in (1, 2)}
-    try:
-        with tempfile.TemporaryFile() as nowhere:
-            for number in kept:
-                os.dup2(nowhere.fileno(), number)
-            try:
-                yield
-            finally:
-                with suppress(ValueError, OSError):
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                for number, copy in kept.items():
-                    os.dup2(copy, number)
-    finally:
-        for copy in kept.values():
-            os.close(copy)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as nowhere, ExitStack() as restored:
+        for number in (1, 2):
+            copy = os.dup(number)
+            restored.callback(os.close, copy)
+            restored.callback(os.dup2, copy, number)
+            os.dup2(nowhere.fileno(), number)
+        try:
+            yield
+        finally:
+            with suppress(ValueError, OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
 
 
 @contextmanager
