@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig
-from tokencredit.text.data.datasets import from_python, require_datasets
+from tokencredit.text.data.datasets import Rows, from_python, require_datasets
 from tokencredit.text.data.hub import upload
 from tokencredit.text.data.prefixes import origin_of_values, scoring
 from tokencredit.text.data.prompts import Prompts, as_ids, load_prompts
@@ -46,9 +46,6 @@ from tokencredit.text.sources.by_hand import NO_REWARD, HandedScores
 from tokencredit.text.turns.environments import COLUMN, Environments, load_environments
 from tokencredit.text.turns.play import EpisodePlayer, Framings
 from tokencredit.user_code.parts import read_by_parts
-
-if TYPE_CHECKING:
-    from tokencredit.text.data.datasets import Rows
 
 OWN_COLUMNS = ("prompts", "completions", "prompt_ids", "completion_ids", "ref_logprobs")
 """Arguments of reward functions that a run gives itself."""

@@ -10,7 +10,7 @@ from functools import partial
 from inspect import signature
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from tokencredit.text.audit.limit import limit_metrics
 from tokencredit.text.batch import Batch
 from tokencredit.text.callbacks import check_callbacks
 from tokencredit.text.credit import Credit
+from tokencredit.text.data.datasets import Rows
 from tokencredit.text.data.hub import check_push
 from tokencredit.text.data.prefixes import choose_spacing, end_event, save_fit
 from tokencredit.text.data.stream import BatchStream, share_of_rows
@@ -60,9 +61,6 @@ from tokencredit.text.sources.by_hand import NO_REWARD, LoopByHand
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import episode_events
 from tokencredit.user_code.parts import load_parts
-
-if TYPE_CHECKING:
-    from tokencredit.text.data.datasets import Rows
 
 
 class PPOTrainer(LoopByHand):

@@ -19,8 +19,7 @@ from tokencredit.errors import ConfigError, importing
 if TYPE_CHECKING:  # optional: lists, JSONL, JSON and CSV do not need it
     from datasets import Dataset
 
-    Rows: TypeAlias = list[dict[str, Any]] | Dataset
-
+Rows: TypeAlias = "list[dict[str, Any]] | Dataset"
 HUB_TIMEOUT = 10
 """Timeout of the request that tests whether the hub answers, in seconds; a download would retry six times."""
 CHUNK = 1000

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,8 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import column_names
 from tokencredit.settings.data import CONVERSATION, PromptsConfig
 from tokencredit.text.data.completions import prompt_ids
-from tokencredit.text.data.datasets import column_values, rows_of
+from tokencredit.text.data.datasets import Rows, column_values, rows_of
 from tokencredit.text.rewards.texts import answer, content, for_template, prefilled
-
-if TYPE_CHECKING:
-    from tokencredit.text.data.datasets import Rows
 
 Prompt = str | list[dict[str, Any]]
 """A plain text, or a conversation: messages with a role and a content."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import column_names
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.text.data.datasets import rows_of
+from tokencredit.text.data.datasets import Rows, rows_of
 from tokencredit.text.data.prompts import shuffled
-
-if TYPE_CHECKING:
-    from tokencredit.text.data.datasets import Rows
 
 
 @dataclass(frozen=True)

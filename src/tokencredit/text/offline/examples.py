@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,16 +13,13 @@ from tokencredit.errors import ConfigError, naming
 from tokencredit.provenance.parts import column_names
 from tokencredit.settings.offline import LengthSettings, RowsSettings
 from tokencredit.text.data.completions import answered, ended, rendered_after, tokenize_after, unfinished
-from tokencredit.text.data.datasets import rows_of
+from tokencredit.text.data.datasets import Rows, rows_of
 from tokencredit.text.data.detokenizer import shared_start
 from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
 from tokencredit.text.data.rollout import unpadded
 from tokencredit.text.models.model_loading import end_ids, max_prompt_length
 from tokencredit.text.rewards.reward_models import RewardModel
 from tokencredit.text.rewards.texts import for_template, prefilled
-
-if TYPE_CHECKING:
-    from tokencredit.text.data.datasets import Rows
 
 Example = dict[str, Any]
 """Token ids of a row by TRL's names of columns, such as `prompt_ids` and `chosen_ids`."""

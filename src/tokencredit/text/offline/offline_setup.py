@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +15,7 @@ from tokencredit.errors import ConfigError, naming
 from tokencredit.learn.training_mode import disable_noise
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
+from tokencredit.text.data.datasets import Rows
 from tokencredit.text.models.adapters import add_adapter, enable_checkpointing, lora_config
 from tokencredit.text.models.architecture import fuse_gelu, trunk_of
 from tokencredit.text.models.foreign_weights import read_weights
@@ -34,9 +35,6 @@ from tokencredit.text.models.run_models import build_policy, check_trained, load
 from tokencredit.text.offline.examples import Encoder, Example, Row, examples_of, read_rows, scored_pair, split
 from tokencredit.text.rewards.reward_models import RewardModel, take_value_head
 from tokencredit.text.rewards.reward_models import load as load_classifier
-
-if TYPE_CHECKING:
-    from tokencredit.text.data.datasets import Rows
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,16 +27,13 @@ from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.offline import DPOConfig, OfflineSettings
 from tokencredit.settings.run_kind import refuse_python, run_kind_of
+from tokencredit.text.data.datasets import Rows
 from tokencredit.text.data.prompts import shuffled
 from tokencredit.text.models.model_loading import check_origin
 from tokencredit.text.models.precision import choose_precision, weights_in
 from tokencredit.text.offline.examples import Example
 from tokencredit.text.offline.offline_losses import OfflineLoss, combined, learned
 from tokencredit.text.offline.offline_setup import Model, load_examples, load_model
-
-if TYPE_CHECKING:
-    from tokencredit.text.data.datasets import Rows
-
 
 ADVICE = "out of memory; lower data.micro_batch, or set model.gradient_checkpointing"
 
