@@ -18,6 +18,8 @@ from tokencredit.user_code.user_objects import described
 from tokencredit.user_code.workers import TimedOut, Workers, call_within, finished, is_coroutine_function
 
 T = TypeVar("T")
+Columns = Mapping[str, Sequence[Any]]
+"""Arguments that reward functions may take by name, one entry per completion."""
 
 LOG = logging.getLogger("tokencredit")
 
@@ -75,9 +77,7 @@ class Term:
     """Texts that it has scored, prefixes included."""
 
 
-def start_call(
-    term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T], *, early: bool = False
-) -> Callable[[], T]:
+def start_call(term: Term, columns: Columns, read: Callable[[Any], T], *, early: bool = False) -> Callable[[], T]:
     """Start an async term's call, or prepare a sync one; the returned callable blocks for the result.
 
     `columns` are the arguments that its function may take by name, one entry per completion; `read` parses and checks
@@ -91,9 +91,7 @@ def start_call(
     return WORKERS.submit(call).result if is_coroutine_function(term.function) else call
 
 
-def start_early(
-    term: Term, columns: Mapping[str, Sequence[Any]], read: Callable[[Any], T], reference: bool
-) -> Callable[[], T] | None:
+def start_early(term: Term, columns: Columns, read: Callable[[Any], T], reference: bool) -> Callable[[], T] | None:
     """Start a call before the reference model has read the completions, as `start_call` does.
 
     With `reference` there will be a column `ref_logprobs`. None for a term that must wait: its function has a parameter
@@ -125,9 +123,7 @@ class _NotYet(Sequence[Any]):
         )
 
 
-def _call_with_retries(
-    term: Term, columns: Mapping[str, Sequence[Any]], call: Callable[[], Any], read: Callable[[Any], T]
-) -> T:
+def _call_with_retries(term: Term, columns: Columns, call: Callable[[], Any], read: Callable[[Any], T]) -> T:
     """Call with retries until it succeeds.
 
     An exception does not tell a failing service from a bug in the function: `reply["score"]` of an error message is a
@@ -180,9 +176,7 @@ def _parameters(term: Term) -> Mapping[str, inspect.Parameter]:
         raise ConfigError(f"the reward {term.name!r}: {error}; call it in a function of completions") from error
 
 
-def _arguments(
-    term: Term, columns: Mapping[str, Sequence[Any]], source: str = TRAINING
-) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(term: Term, columns: Columns, source: str = TRAINING) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of a function: columns by name; prompts and completions also as the first two positional ones."""
     parameters = _parameters(term)
     named = {**columns, **term.kwargs}
@@ -215,7 +209,7 @@ def check_columns(terms: Sequence[Term], names: Iterable[str], source: str = TRA
         _arguments(term, dict.fromkeys(names, ()), source)
 
 
-def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception, count: int) -> str:
+def _final_message(term: Term, columns: Columns, error: Exception, count: int) -> str:
     """The error message of a term after its last try, the `count`-th."""
     tries = f" (the last of {count} tries)" if count > 1 else ""
     if isinstance(error, RewardTimeout | OSError):
@@ -223,7 +217,7 @@ def _final_message(term: Term, columns: Mapping[str, Sequence[Any]], error: Exce
     return f"{_summary(term, error) if isinstance(error, RewardError) else _locate(term, columns, error)}{tries}"
 
 
-def _locate(term: Term, columns: Mapping[str, Sequence[Any]], error: Exception) -> str:
+def _locate(term: Term, columns: Columns, error: Exception) -> str:
     """The error message with the completion that causes it, found by calling the function on one at a time.
 
     Stops at a timeout or OSError: a service that is down would fail on every completion.

@@ -15,12 +15,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from tokencredit.errors import ConfigError, importing
-from tokencredit.text.rewards.texts import Text, plain
+from tokencredit.text.rewards.texts import Text, Texts, plain
 
 RewardFunction = Callable[..., Any]
 """`f(prompts, completions, **columns) -> list[float | None | list[float]]`, or the same as a coroutine function."""
-
-Texts = Sequence[Text]
 
 WORD = re.compile(r"\w+(?:['’-]\w+)*")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -30,7 +30,7 @@ from tokencredit.text.models.model_loading import (
 )
 from tokencredit.text.models.peft_models import ADAPTER_WEIGHTS, attached, load_adapter, peft_errors
 from tokencredit.text.models.precision import dequantise, quantised_layers
-from tokencredit.text.rewards.texts import Text, for_template, joined, messages, plain
+from tokencredit.text.rewards.texts import Text, Texts, for_template, joined, messages, plain
 from tokencredit.text.rewards.token_trees import TokenTree, batches, grow, tree_inputs
 
 
@@ -76,12 +76,12 @@ class Reader:
         self.shares = self._shares_beginnings()
         """Texts may share the states of a common beginning."""
 
-    def logits(self, prompts: Sequence[Text], completions: Sequence[Text]) -> Tensor:
+    def logits(self, prompts: Texts, completions: Texts) -> Tensor:
         """Logits `[batch, labels]` in float32, on the CPU."""
         with self.lock, torch.no_grad():
             return self._logits(prompts, completions)
 
-    def _logits(self, prompts: Sequence[Text], completions: Sequence[Text]) -> Tensor:
+    def _logits(self, prompts: Texts, completions: Texts) -> Tensor:
         ids = [self.encode(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         logits = torch.empty(len(ids), self.model.config.num_labels)
         # Prefixes of the same texts: one pass of a causal model has the states of all.
@@ -226,7 +226,7 @@ class Classifier(Reader):
         # Multi-label classifiers have one sigmoid per label instead of a softmax over all.
         self.independent = config.problem_type == "multi_label_classification"
 
-    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
+    def __call__(self, prompts: Texts, completions: Texts) -> list[float]:
         """Score each completion."""
         logits = self.logits(prompts, completions)
         logit = logits[:, self.label]
@@ -259,7 +259,7 @@ class RewardModel(Reader):
             )
         super().__init__(name, model, tokenizer, append_eos=True, **reading)
 
-    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
+    def __call__(self, prompts: Texts, completions: Texts) -> list[float]:
         """Score each completion."""
         return self.logits(prompts, completions)[:, 0].tolist()
 

@@ -22,10 +22,10 @@ from tokencredit.distributed.processes import restored
 from tokencredit.errors import ConfigError, naming, quoted
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardModelTerm, RewardTerm
 from tokencredit.text.models.model_loading import read_tokenizer
-from tokencredit.text.rewards.calls import MalformedResult, NonFiniteScore, Term, start_call, start_early
+from tokencredit.text.rewards.calls import Columns, MalformedResult, NonFiniteScore, Term, start_call, start_early
 from tokencredit.text.rewards.ready_made import READY_MADE, RewardFunction
 from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
-from tokencredit.text.rewards.texts import Text, joined
+from tokencredit.text.rewards.texts import Texts, joined
 from tokencredit.user_code.user_objects import check_kwargs, load_object
 
 LARGEST = torch.finfo(torch.float32).max
@@ -185,9 +185,9 @@ def _checked(term: Term) -> Term:
 @restored()  # async terms run in threads, which restore nothing that belongs to the process
 def score(
     terms: Sequence[Term],
-    prompts: Sequence[Text],
-    completions: Sequence[Text],
-    columns: Mapping[str, Sequence[Any]],
+    prompts: Texts,
+    completions: Texts,
+    columns: Columns,
     lengths: Sequence[int],
     *,
     finite: bool = True,
@@ -225,9 +225,9 @@ def score(
 
 def start_calls(
     terms: Sequence[Term],
-    prompts: Sequence[Text],
-    completions: Sequence[Text],
-    columns: Mapping[str, Sequence[Any]],
+    prompts: Texts,
+    completions: Texts,
+    columns: Columns,
     lengths: Sequence[int],
     *,
     finite: bool = True,
@@ -243,11 +243,7 @@ def start_calls(
 
 
 def _call_arguments(
-    prompts: Sequence[Text],
-    completions: Sequence[Text],
-    columns: Mapping[str, Sequence[Any]],
-    lengths: Sequence[int],
-    finite: bool,
+    prompts: Texts, completions: Texts, columns: Columns, lengths: Sequence[int], finite: bool
 ) -> tuple[dict[str, Sequence[Any]], Callable[..., list[Value]]]:
     """The arguments that functions may take by name, and `_read` for these completions."""
     read = partial(_read, prompts=prompts, completions=completions, lengths=lengths, finite=finite)
@@ -273,7 +269,7 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
 
 
 def _read(
-    name: str, result: Any, prompts: Sequence[Text], completions: Sequence[Text], lengths: Sequence[int], finite: bool
+    name: str, result: Any, prompts: Texts, completions: Texts, lengths: Sequence[int], finite: bool
 ) -> list[Value]:
     """Check a term's result and convert it to plain numbers."""
     if getattr(result, "ndim", 0) == 2 and result.shape[1] == 1:  # a column of scores, as models give

@@ -8,6 +8,7 @@ from typing import Any
 
 Text = str | Sequence[dict[str, Any]]
 """A plain text, or messages `[{"role": …, "content": …}]`. A completion has the format of its prompt."""
+Texts = Sequence[Text]
 
 
 def plain(text: Text) -> str:
