@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.data.detokenizer import Detokenizer, shared_start
-from tokencredit.text.rewards.texts import answer, content, messages, prefilled
+from tokencredit.text.rewards.texts import Messages, answer, content, messages, prefilled
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
@@ -52,11 +52,7 @@ def tokenize_after(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str, p
 
 
 def rendered_after(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: list[dict[str, Any]],
-    text: str,
-    completion: str | list[dict[str, Any]],
-    chat_template_kwargs: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, text: str, completion: str | Messages, kwargs: dict[str, Any]
 ) -> str:
     """The text that a chat template adds for the assistant's messages after a conversation.
 
@@ -65,7 +61,7 @@ def rendered_after(
     """
     conversation = answered(prompt, text, completion)
     try:
-        whole = str(tokenizer.apply_chat_template(conversation, tokenize=False, **chat_template_kwargs))
+        whole = str(tokenizer.apply_chat_template(conversation, tokenize=False, **kwargs))
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"the tokenizer's chat template rejects it: {error}") from error
     if not whole.startswith(text):
@@ -77,7 +73,7 @@ def rendered_after(
     return whole[len(text) :]
 
 
-def answered(prompt: list[dict[str, Any]], text: str, completion: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def answered(prompt: Messages, text: str, completion: str | Messages) -> Messages:
     """A conversation with the assistant's messages after it; a text continues a prefill, and a message includes it."""
     if not prefilled(prompt):
         return [*prompt, *messages(completion, "assistant")]
@@ -89,7 +85,7 @@ def answered(prompt: list[dict[str, Any]], text: str, completion: str | list[dic
     return [*prompt[:-1], *completion]
 
 
-def unfinished(rendered: str, completion: str | list[dict[str, Any]]) -> str:
+def unfinished(rendered: str, completion: str | Messages) -> str:
     """A rendered completion without what the chat template adds after its last message's content."""
     last = completion if isinstance(completion, str) else content(completion[-1])
     for said in (last, last.strip()):

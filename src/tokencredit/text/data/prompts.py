@@ -20,9 +20,9 @@ from tokencredit.provenance.parts import column_names
 from tokencredit.settings.data import CONVERSATION, PromptsConfig
 from tokencredit.text.data.completions import prompt_ids
 from tokencredit.text.data.datasets import Rows, column_values, rows_of
-from tokencredit.text.rewards.texts import answer, content, for_template, prefilled
+from tokencredit.text.rewards.texts import Messages, answer, content, for_template, prefilled
 
-Prompt = str | list[dict[str, Any]]
+Prompt = str | Messages
 """A plain text, or a conversation: messages with a role and a content."""
 Ids = tuple[int, ...]
 """A prompt as token ids, whose text is their decoding."""

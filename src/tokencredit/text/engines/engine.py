@@ -22,6 +22,9 @@ from tokencredit.text.models.precision import Precision
 FAILURES = (EngineLost, RunStopped, OSError, ConfigError)
 """Errors of sampling that are those of all processes, ordered by severity."""
 
+OnTurn = Callable[[int], None]
+"""Called with a row whose turn has ended."""
+
 
 class Conversation(ABC):
     """Turns of a batch of rows, each of which an environment may answer."""
@@ -43,11 +46,7 @@ class Conversation(ABC):
 
     @abstractmethod
     def sample(
-        self,
-        rows: Sequence[int],
-        observations: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        ended: Callable[[int], None],
+        self, rows: Sequence[int], observations: Sequence[Sequence[int]], limits: Sequence[int], ended: OnTurn
     ) -> None:
         """Sample the next turn of some rows.
 
@@ -55,7 +54,7 @@ class Conversation(ABC):
             rows: indices of rows.
             observations: token ids that follow each row's last turn; empty before the first.
             limits: most tokens of each row's turn, at least 1; observation and turn fit into what is `left`.
-            ended: called with a row when its turn has ended, if possible while others are still being sampled.
+            ended: called when a turn has ended, if possible while others are still being sampled.
         """
 
     def left(self, row: int) -> int:

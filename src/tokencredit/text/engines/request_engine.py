@@ -15,7 +15,7 @@ from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.text.engines.engine import FAILURES, Conversation, Engine
+from tokencredit.text.engines.engine import FAILURES, Conversation, Engine, OnTurn
 from tokencredit.text.engines.probe import NEW, PROMPT, TEMPERATURE, Probe, require_same_logprobs, sample_probe
 from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, OnCompletion, Request, Sampler
 from tokencredit.text.models.model_loading import max_prompt_length
@@ -218,11 +218,7 @@ class RequestConversation(Conversation):
         return self.sampled[row]
 
     def sample(
-        self,
-        rows: Sequence[int],
-        observations: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        ended: Callable[[int], None],
+        self, rows: Sequence[int], observations: Sequence[Sequence[int]], limits: Sequence[int], ended: OnTurn
     ) -> None:
         """Sample the next turn of some rows, as `engine.Conversation.sample`."""
         requests = []

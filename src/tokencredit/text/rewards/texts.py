@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+Messages = list[dict[str, Any]]
+"""A conversation: messages with a role and a content."""
 Text = str | Sequence[dict[str, Any]]
 """A plain text, or messages `[{"role": …, "content": …}]`. A completion has the format of its prompt."""
 Texts = Sequence[Text]
@@ -61,7 +63,7 @@ def joined(prompt: Text, completion: Text) -> str:
     return plain([*messages(prompt, "user"), *messages(completion, "assistant")])
 
 
-def messages(text: Text, role: str) -> list[dict[str, Any]]:
+def messages(text: Text, role: str) -> Messages:
     """Messages unchanged; a plain text as a single message with this role."""
     return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.detokenizer import StopSearch
 from tokencredit.text.data.prompts import PromptBatch
 from tokencredit.text.data.rollout import Rollout
-from tokencredit.text.engines.engine import FAILURES, Conversation, Engine
+from tokencredit.text.engines.engine import FAILURES, Conversation, Engine, OnTurn
 from tokencredit.text.engines.local.sampling import Decoding, decode, sample
 from tokencredit.text.engines.local.static_kv_cache import StaticDecoding
 from tokencredit.text.models.kv_cache import (
@@ -120,11 +120,7 @@ class LocalConversation(Conversation):
         return self.state.ids(row)
 
     def sample(
-        self,
-        rows: Sequence[int],
-        observations: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        ended: Callable[[int], None],
+        self, rows: Sequence[int], observations: Sequence[Sequence[int]], limits: Sequence[int], ended: OnTurn
     ) -> None:
         """Sample the next turn of some rows, as `engine.Conversation.sample`; none of them may be running."""
         before = [len(self.tokens(row)) for row in rows]
