@@ -198,5 +198,4 @@ class Policy:
 
 def completion_ids(batch: Batch) -> list[list[int]]:
     """Token ids of each completion, with the end-of-sequence token of one that has ended."""
-    ids: list[list[int]] = batch.rollout.columns(None)["completion_ids"]
-    return ids
+    return batch.rollout.by_response(batch.rollout.response_ids)

@@ -295,9 +295,8 @@ class CompletionAuditor:
         """Label and unwhitened advantages of each estimator."""
         args, values = credit.advantage_now(), scored.rollout.values
         options, texts = args.options(), scored.dense is None and scored.bootstrap is None
-        estimators = variants(
-            args.estimator, options, values=values is not None, texts=texts, groups=texts and group > 1
-        )
+        groups = texts and group > 1
+        estimators = variants(args.estimator, options, values=values is not None, texts=texts, groups=groups)
         if self.other is not None:
             estimators.setdefault(label(self.other, options), Variant(self.other, options))
         for name, variant in estimators.items():

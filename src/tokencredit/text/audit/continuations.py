@@ -102,9 +102,8 @@ class Continuations:
             sampled = self._sample(scored, part, count)
             returns = pad(self.credit.returns(sampled, self.scale).cpu(), (0, 1)).unflatten(0, (-1, count))
             before, at = (x.clamp(min=0).view(-1, 1, 1).expand(-1, count, 1) for x in (part.at - 1, part.at))
-            started = scored.rollout.mask.cpu()[part.rows] & (
-                torch.arange(scored.rollout.mask.shape[1]) < part.at[:, None]
-            )
+            acted = scored.rollout.mask.cpu()[part.rows]
+            started = acted & (torch.arange(acted.shape[1]) < part.at[:, None])
             tokens = int(sampled.rollout.mask.sum()) - count * int(started.sum())
             yield Continued(part, returns.gather(2, at).squeeze(2), returns.gather(2, before).squeeze(2), tokens)
 
@@ -124,9 +123,8 @@ class Continuations:
             starts = [episode_start(scored, *state) for state in recorded]
             with restored():
                 _, sampled, episodes = self.pipeline.player.resume(prompts, starts, started, args.rollout, uniforms)
-        target, source = (
-            torch.arange(x.shape[1], device=device) < at.unsqueeze(1) for x in (sampled.mask, rollout.mask)
-        )
+        widths = (sampled.mask.shape[1], rollout.mask.shape[1])
+        target, source = (torch.arange(width, device=device) < at.unsqueeze(1) for width in widths)
         for name in ("logprobs", *(["mask", "turn_ends"] if episodes else [])):
             getattr(sampled, name)[target] = getattr(rollout, name)[repeated][source]
         batch = Batch(prompts, sampled, sampled.texts(self.pipeline.tokenizer), episodes)

@@ -15,20 +15,19 @@ from tokencredit.text.rewards.texts import Messages, answer, content, messages, 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
     """Token ids of prompts; with `special`, the tokenizer's own tokens at their start, once, and none at their end."""
-    encoded = tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
+    encoded = tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = list(encoded["input_ids"])
     if not special:
-        return list(encoded)
+        return ids
     # The tokenizer's own tokens stand around those of a text, which must be one that it can encode.
     sample = max(texts, key=len)
     plain, whole = (tokenizer(sample, add_special_tokens=own, verbose=False)["input_ids"] for own in (False, True))
     first = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
     if first is None or not plain:
-        return list(encoded)
+        return ids
     added, last = whole[:first], len(whole) - first - len(plain)
-    prompts = [ids[: len(ids) - last] for ids in encoded]
-    return [ids[first:] if added and ids[first : 2 * first] == added else ids for ids in prompts]
+    prompts = [row[: len(row) - last] for row in ids]
+    return [row[first:] if added and row[first : 2 * first] == added else row for row in prompts]
 
 
 def tokenize_after(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str, prompt_ids: Sequence[int]) -> list[int]:

@@ -324,9 +324,8 @@ class PrefixFit:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
-        moments, self.errors = (
-            torch.tensor(state[name], dtype=torch.float64, device="cpu") for name in ("moments", "errors")
-        )
+        sums = (torch.tensor(state[name], dtype=torch.float64, device="cpu") for name in ("moments", "errors"))
+        moments, self.errors = sums
         self.moments, self.end = resized(moments, self.moments.shape[1]), state["end"]
 
 

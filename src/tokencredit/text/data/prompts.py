@@ -149,11 +149,9 @@ class Prompts:
 
     def dropped(self) -> str | None:
         """A line about prompts that were dropped as too long; None if there are none."""
-        dropped, total = len(self.rows) - len(self.kept), len(self.rows)
-        what = (
-            f"{dropped} of the {total} prompts of {self.name} have more than {self.max_length} tokens and are dropped"
-        )
-        return what if dropped else None
+        dropped = len(self.rows) - len(self.kept)
+        what = f"{dropped} of the {len(self.rows)} prompts of {self.name}"
+        return f"{what} have more than {self.max_length} tokens and are dropped" if dropped else None
 
     def lost_message(self) -> str:
         """The text of the last message of the first prompt if its chat template leaves it out, as one for blocks does.

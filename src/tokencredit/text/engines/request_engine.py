@@ -250,9 +250,7 @@ class RequestConversation(Conversation):
             tensors = [torch.tensor(row, dtype=dtype) for row in rows]
             return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
 
-        ends = [
-            [position in at for position in range(len(ids))] for ids, at in zip(self.sampled, self.ends, strict=True)
-        ]
+        ends = [[place in at for place in range(len(ids))] for ids, at in zip(self.sampled, self.ends, strict=True)]
         prompts = self.prompts.to(device)
         rollout = Rollout(
             prompt_ids=prompts.ids,

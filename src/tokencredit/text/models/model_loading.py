@@ -226,9 +226,8 @@ def max_prompt_length(lm: PreTrainedModel, max_new_tokens: int, budget: int | No
 
 def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """SHA-256 digests of a model's weights (`model`) and of its tokenizer (`tokenizer`)."""
-    vocabulary = json.dumps(
-        [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True
-    )
+    parts = [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map]
+    vocabulary = json.dumps(parts, sort_keys=True)
     return {"model": weights_digest(lm), "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()}
 
 

@@ -254,9 +254,8 @@ def quantisation(kind: Any, name: str, args: ModelConfig, config: Mapping[str, A
         return {}
     saved, own = saved_bits(name, config), args.quantization
     if find_spec("bitsandbytes") is None:
-        raise NotInstalled(
-            f"{name!r}, quantised," if saved else "model.quantization", "bitsandbytes", "tokencredit[quant]"
-        )
+        user = f"{name!r}, quantised," if saved else "model.quantization"
+        raise NotInstalled(user, "bitsandbytes", "tokencredit[quant]")
     # Checked and adapted on the CPU, as others are; else Transformers would put it on a GPU.
     options: dict[str, Any] = {"device_map": {"": "cpu"}}
     if own == "nf4":

@@ -97,10 +97,8 @@ def read_rows(
             f"{group}.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id"
         )
     name = found[1]
-    data = with_prompts(found[0], config, completion, name)
-    prompts = Prompts(
-        with_answers(data, config.column, completion), tokenizer, config.prompts(), name=name, keys="data"
-    )
+    data = with_answers(with_prompts(found[0], config, completion, name), config.column, completion)
+    prompts = Prompts(data, tokenizer, config.prompts(), name=name, keys="data")
     for start in range(0, len(prompts.kept), CHUNK):
         batch = prompts.batch(start, min(CHUNK, len(prompts.kept) - start))
         read = zip(batch.prompts, batch.texts, unpadded(batch.ids, batch.mask), strict=True)

@@ -117,9 +117,8 @@ class EpisodePlayer:
             if len(begun.turns) > len(begun.replies):
                 # A text that was cut at its limit, as `_record` has it.
                 recorded = start.transcript
-                state.ask(
-                    row, cut=recorded.ending == "length" and recorded.replies[len(begun.replies)].ending == "answer"
-                )
+                answered = recorded.replies[len(begun.replies)].ending == "answer"
+                state.ask(row, cut=recorded.ending == "length" and answered)
         return self._finished(prompts, state)
 
     def replay(self, starts: Sequence[EpisodeStart]) -> tuple[list[Transcript], list[int], list[Replayed]]:

@@ -49,9 +49,7 @@ class Tool:
             return f"the arguments must be a JSON object; it takes {self.usage()}"
         unknown = [key for key in arguments if key not in self.arguments]
         missing = [key for key in self.required if key not in arguments]
-        wrong = [
-            key for key, value in arguments.items() if key not in unknown and not _fits(value, self.arguments[key])
-        ]
+        wrong = [key for key, x in arguments.items() if key not in unknown and not _fits(x, self.arguments[key])]
         problems = ((unknown, "is no argument"), (missing, "is missing"), (wrong, "has the wrong type or value"))
         for keys, problem in problems:
             if keys:
