@@ -191,12 +191,11 @@ class Prompts:
                 f"{self.keys}.column is {self.column!r}; the columns of {self.name} are {', '.join(columns)}"
             )
         first = self.rows[0].get(self.column)
-        conversational = isinstance(first, list) and as_ids(first) is None
+        conversational = self.role is not None or (isinstance(first, list) and as_ids(first) is None)
         if self.role and isinstance(first, list):
             raise ConfigError(f"{self.keys}.role is {self.role}, and {self.name} holds no texts; leave it out")
         if self.role and self.tokenizer.chat_template is None:
             raise ConfigError(f"{self.keys}.role is {self.role}, but the tokenizer has no chat template; leave it out")
-        conversational = conversational or self.role is not None
         if is_conversation(first) and self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the prompts of {self.name} are conversations, but the tokenizer has no chat template; "

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.text.data.prompts import Prompt, is_conversation
-from tokencredit.text.rewards.texts import content
+from tokencredit.text.rewards.texts import content, plain
 from tokencredit.text.turns.protocols.factories import Instance
 
 Message = dict[str, Any]
@@ -57,7 +57,7 @@ class Reply:
 
     def text(self) -> str:
         """The text of the observation."""
-        return self.observation if isinstance(self.observation, str) else "\n".join(map(content, self.observation))
+        return plain(self.observation)
 
 
 class Episode(ABC):
