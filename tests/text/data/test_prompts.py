@@ -203,12 +203,13 @@ def test_a_prompt_that_is_no_conversation_is_refused_by_row(chatty, prompt):
         Prompts([{"prompt": QUESTION}, {"prompt": prompt}], chatty, name="'x'")
 
 
-def test_a_template_that_refuses_a_conversation_is_named_by_row(chatty):
+@pytest.mark.parametrize(
+    ("failure", "reason"), [("raise_exception('no system role')", "no system role"), ("1 // 0", "integer division")]
+)
+def test_a_template_that_refuses_a_conversation_is_named_by_row(failure, reason, chatty):
     strict = deepcopy(chatty)
-    strict.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}hello"
-    )
-    with pytest.raises(ConfigError, match=r"row 2 of 'x': the tokenizer's chat template rejects it: no system role"):
+    strict.chat_template = f"{{% if messages[0]['role'] == 'system' %}}{{{{ {failure} }}}}{{% endif %}}hello"
+    with pytest.raises(ConfigError, match=rf"row 2 of 'x': the tokenizer's chat template rejects it: {reason}"):
         Prompts([{"prompt": QUESTION}, {"prompt": [{"role": "system", "content": ""}]}], strict, name="'x'")
 
 

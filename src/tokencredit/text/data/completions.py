@@ -12,6 +12,9 @@ from tokencredit.errors import ConfigError
 from tokencredit.text.data.detokenizer import Detokenizer, shared_start
 from tokencredit.text.rewards.texts import Messages, answer, content, messages, prefilled
 
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""Errors that a chat template may raise for a conversation."""
+
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool) -> list[list[int]]:
     """Token ids of prompts; with `special`, the tokenizer's own tokens at their start, once, and none at their end."""
@@ -50,6 +53,16 @@ def tokenize_after(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str, p
     return tokenized(text)
 
 
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, conversation: Messages, kwargs: dict[str, Any], **options: Any
+) -> str:
+    """A conversation by the tokenizer's chat template, with its `kwargs`; `ConfigError` if it rejects it."""
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options, **kwargs))
+    except TEMPLATE_ERRORS as error:
+        raise ConfigError(f"the tokenizer's chat template rejects it: {error}") from error
+
+
 def rendered_after(
     tokenizer: PreTrainedTokenizerBase, prompt: Messages, text: str, completion: str | Messages, kwargs: dict[str, Any]
 ) -> str:
@@ -58,11 +71,7 @@ def rendered_after(
     `text` is the conversation as rendered for the policy, with its generation prompt. `ConfigError` if the template
     rejects it, or renders its beginning differently with an answer: the model would learn from a prompt it never sees.
     """
-    conversation = answered(prompt, text, completion)
-    try:
-        whole = str(tokenizer.apply_chat_template(conversation, tokenize=False, **kwargs))
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"the tokenizer's chat template rejects it: {error}") from error
+    whole = render_chat(tokenizer, answered(prompt, text, completion), kwargs)
     if not whole.startswith(text):
         at = shared_start(text, whole)
         raise ConfigError(

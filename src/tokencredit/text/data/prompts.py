@@ -15,10 +15,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, naming
 from tokencredit.provenance.parts import column_names
 from tokencredit.settings.data import CONVERSATION, PromptsConfig
-from tokencredit.text.data.completions import prompt_ids
+from tokencredit.text.data.completions import TEMPLATE_ERRORS, prompt_ids, render_chat
 from tokencredit.text.data.datasets import Rows, column_values, rows_of
 from tokencredit.text.rewards.texts import Messages, answer, content, for_template, prefilled
 
@@ -175,7 +175,7 @@ class Prompts:
         for index, row in enumerate(self.rows):
             try:
                 filled.append({**row, self.column: fill.render(row)})
-            except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            except TEMPLATE_ERRORS as error:
                 raise ConfigError(
                     f"{self.keys}.template fails on {self._label(index)}: {error}; its columns are {', '.join(row)}"
                 ) from error
@@ -297,18 +297,10 @@ class Prompts:
             return str(self.tokenizer.decode(list(prompt)))
         if isinstance(prompt, str):
             return self._encodable(index, prompt)
-        unfinished = prefilled(prompt)
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                prompt,
-                tokenize=False,
-                add_generation_prompt=not unfinished,
-                continue_final_message=unfinished,
-                **self.chat_template_kwargs,
-            )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{self._label(index)}: the tokenizer's chat template rejects it: {error}") from error
-        return self._encodable(index, str(rendered))
+        begun = prefilled(prompt)
+        options = {"add_generation_prompt": not begun, "continue_final_message": begun}
+        with naming(self._label(index)):
+            return self._encodable(index, render_chat(self.tokenizer, prompt, self.chat_template_kwargs, **options))
 
     def _encodable(self, index: int, text: str) -> str:
         """Check that a text has no lone surrogates, which JSON allows and tokenizers do not, and return it."""

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
 from tokencredit.errors import ConfigError
+from tokencredit.text.data.completions import TEMPLATE_ERRORS
 from tokencredit.text.data.detokenizer import shared_start
 from tokencredit.text.turns.chat.tool_calls import Schema
 from tokencredit.text.turns.protocols.episode import Message
@@ -175,7 +175,7 @@ class ChatTemplate:
                 continue_final_message=unfinished,
                 **self.kwargs,
             )
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        except TEMPLATE_ERRORS as error:
             raise Rejected(str(error)) from error
         return str(rendered)
 
