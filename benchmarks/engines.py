@@ -59,7 +59,7 @@ def contestant(engine: str, folder: Path) -> Callable[[int], int]:
             return int((tokens != end).sum()) + int((tokens == end).any(1).sum())
 
         return generate
-    sampler = build_engine(config, models, Processes())
+    sampler = build_engine(config, models, Processes(), print)
 
     def sample(seed: int) -> int:
         uniforms = torch.rand(ROWS, NEW, generator=torch.Generator().manual_seed(seed))

@@ -22,20 +22,13 @@ from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.run_kind import ModelSource
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, KLConfig
+from tokencredit.text import ppo_setup as setup
 from tokencredit.text.batch import Batch, text_metrics
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import share_of_rows
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline
-from tokencredit.text.ppo_setup import (
-    build_pipeline,
-    check_evaluation_size,
-    environments_of,
-    evaluation_prompts,
-    evaluation_tasks,
-    load_terms,
-)
 from tokencredit.text.rewards.terms import term_metrics
 from tokencredit.text.turns.episode_record import episode_metrics
 
@@ -111,13 +104,13 @@ def evaluate_source(
         reference: reference model of the KL; None for the run's own, if it has one.
     """
     config, processes = source.config, Processes()
-    check_evaluation_size(config, processes.count)
+    setup.check_evaluation_size(config, processes.count)
     models, pipeline = load_pipeline(source, which, reference, processes)
     prompts: Prompts | Tasks
     if pipeline.player is None:
-        prompts = evaluation_prompts(config, models.policy.lm, models.tokenizer)
+        prompts = setup.evaluation_prompts(config, models.policy.lm, models.tokenizer)
     else:
-        prompts = evaluation_tasks(config)
+        prompts = setup.evaluation_tasks(config)
     for line in filter(None, [*models.notes, *pipeline.engine.notes, prompts.dropped()]):
         print(visible(line))
     metrics = evaluate(pipeline, prompts, config)
@@ -135,9 +128,9 @@ def load_pipeline(
     models = load_source(source, which, processes, reference=reference is None)
     if reference is not None:
         models, kl = with_reference(models, reference, processes), KLConfig()
-    environments = environments_of(config)
-    terms = load_terms(config, None, processes.device, environments)
-    return models, replace(build_pipeline(config, models, terms, processes, environments), kl=kl)
+    environments = setup.environments_of(config)
+    terms = setup.load_terms(config, None, processes.device, environments)
+    return models, replace(setup.build_pipeline(config, models, terms, processes, environments), kl=kl)
 
 
 def describe(source: ModelSource, which: str, reference: ModelSource | None, prompts: PromptsConfig) -> dict[str, Any]:

@@ -286,14 +286,11 @@ def build_pipeline(
     terms: list[Term],
     processes: Processes,
     environments: Environments | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Callable[[str], None] = print,
     prefix_every: int = 0,
 ) -> Pipeline:
-    """Build a run's pipeline; `report` is called with a line for each event of the engine, None prints them.
-
-    `prefix_every` is as in `Pipeline`.
-    """
-    engine = build_engine(args, models, processes, report or print)
+    """Build a run's pipeline; `report` is called with a line for each event, `prefix_every` is as in `Pipeline`."""
+    engine = build_engine(args, models, processes, report)
     return Pipeline(
         models.policy,
         models.reference,

@@ -25,9 +25,7 @@ from tokencredit.text.models.precision import Precision
 from tokencredit.text.models.run_models import Models
 
 
-def build_engine(
-    args: PPOConfig, models: Models, processes: Processes, report: Callable[[str], None] = print
-) -> Engine:
+def build_engine(args: PPOConfig, models: Models, processes: Processes, report: Callable[[str], None]) -> Engine:
     """The engine of `rollout.engine` for the models' policy, whose weights it has; `report` is called with its events.
 
     Raises:
