@@ -333,7 +333,6 @@ class Credit:
         """The experience to learn from; the rollout's mask is true at tokens in the loss."""
         reference, inputs = scored.reference, rollout.inputs()
         turns = self._turns(scored.rollout)
-        valued = None if turns is None else turns.first
         if reference.hidden is not None:
             inputs["ref_hidden"] = reference.hidden
         if rollout.support is not None:
@@ -351,7 +350,7 @@ class Credit:
             advantages=advantages,
             returns=returns,
             ref_logprobs=reference.logprobs if self.args.kl.place == "loss" else None,
-            value_mask=None if valued is None else valued & rollout.mask,
+            value_mask=None if turns is None else turns.first & rollout.mask,
             behavior_logprobs=behavior,
             age=age,
         )
