@@ -67,13 +67,8 @@ class Progress:
     def take(self, ids: Sequence[int], logprobs: Sequence[float], reason: str | None) -> Completion | None:
         """Append new tokens; returns the completion, without tokens of the request, if it has ended.
 
-        Args:
-            ids: the new tokens.
-            logprobs: of each.
-            reason: `stop` at an end token, `length` at the limit; None if the sampler goes on.
-
-        Raises:
-            EngineFailure: it ended for another reason.
+        `reason` is `stop` at an end token, `length` at the limit, and None if the sampler goes on; `EngineFailure` for
+        another one.
         """
         self.ids += ids
         self.logprobs += logprobs

@@ -53,15 +53,7 @@ class Connection:
     """Requests to a server, each call with a client of its own: one that is kept may have been closed meanwhile."""
 
     def __init__(self, url: str, seconds: float):
-        """Prepare; nothing is sent.
-
-        Args:
-            url: address of the server.
-            seconds: timeout of an answer.
-
-        Raises:
-            ConfigError: the API key is none.
-        """
+        """Prepare requests to `url`, each answered within `seconds`; `ConfigError` if the API key cannot be one."""
         self.url, self.seconds = url, seconds
         key = os.environ.get(KEY, "").strip()
         if not (key.isascii() and key.isprintable()):
@@ -175,11 +167,7 @@ def read_choice(choice: dict[str, Any], vocabulary: int) -> tuple[list[int], lis
 def check_ending(ids: Sequence[int], reason: str | None, request: Request, ends: Sequence[int]) -> None:
     """Raise `EngineFailure` if the tokens so far end, or go on, where the request does not let them.
 
-    Args:
-        ids: the tokens.
-        reason: vLLM's reason to finish; None if it has not.
-        request: what was asked for.
-        ends: token ids that end a completion.
+    `reason` is vLLM's to finish, None if it has not; `ends` are token ids that end a completion.
     """
     count, ended = len(ids), bool(ids) and ids[-1] in ends
     if count > request.limit:

@@ -117,10 +117,8 @@ def leave_groups() -> None:
 def shut_down(llm: Any, *, keep_group: bool, alone: bool) -> None:
     """Free an engine's memory, and the process groups that vLLM made.
 
-    Args:
-        llm: vLLM's engine, whose own finalizer is detached.
-        keep_group: keep the default process group, which is that of the job.
-        alone: no other engine of this process needs vLLM's groups.
+    The engine's own finalizer is detached. With `keep_group` the default process group, which is the job's, stays;
+    `alone` is true if no other engine of this process needs vLLM's groups.
     """
     destroy, core = distributed.destroy_process_group, llm.llm_engine.engine_core.engine_core
     environment = dict(os.environ)

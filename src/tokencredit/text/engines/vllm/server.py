@@ -69,16 +69,11 @@ class VllmServer(Sampler):
     ):
         """Prepare requests; nothing is sent before the first sync.
 
-        Args:
-            policy: gives the size of the vocabulary.
-            tokenizer: decodes completions for stop strings.
-            end_ids: token ids that end a completion.
-            rollout: `server`, `server_folder` and `server_timeout`.
-            report: called with a line when the server is waited for.
-            processes: those that share the server, and sync in step.
+        `policy` gives the size of the vocabulary, `rollout` the keys that begin with `server`. `report` is called with
+        a line when the server is waited for. `processes` share the server, and sync in step.
 
         Raises:
-            ConfigError: nothing can be written to the folder, or the API key is none.
+            ConfigError: nothing can be written to the folder, or the API key cannot be one.
         """
         assert rollout.server is not None
         self.processes = processes or Processes()
