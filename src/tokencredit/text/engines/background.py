@@ -70,16 +70,10 @@ class BackgroundSampler(Sampler):
         longest: int,
         seed: int = 0,
     ):
-        """Copy the weights, and start the thread.
+        """Copy the policy's weights, and start the thread; `settings` are those of all requests.
 
-        Args:
-            policy: whose model is copied.
-            tokenizer: decodes completions for stop strings.
-            end_ids: tokens that end a completion.
-            settings: sampling settings of all requests.
-            rows: requests at a time that the cache is sized for.
-            longest: tokens of a request with its completion that the cache is sized for; for a longer one it grows.
-            seed: seed of the draws, below `SEEDS`.
+        The cache is sized for `rows` requests at a time, of `longest` tokens each with their completions; for a longer
+        one it grows. `seed` is that of the draws, below `SEEDS`.
 
         Raises:
             EngineFailure: the model is not supported, or memory is too small.

@@ -141,10 +141,8 @@ class Adapter(AdapterSwitch):
     def __init__(self, lm: PreTrainedModel, *, start: Tensor | None = None, whole: bool = False):
         """Wrap the adapter attached to a model; a frozen one becomes trainable.
 
-        Args:
-            lm: the model.
-            start: `probe_logits` of the model before a new adapter was added; None if its adapter is not new.
-            whole: save the merged model, because no folder holds the weights below the adapter.
+        `start` are `probe_logits` of the model before a new adapter was added; None if its adapter is not new. With
+        `whole` the merged model is saved, because no folder holds the weights below the adapter.
 
         Raises:
             ConfigError: no gradient reaches it, or its folder would miss some of the trained parameters.
@@ -232,10 +230,7 @@ class Adapter(AdapterSwitch):
 def build_adapter(lm: PreTrainedModel, args: ModelConfig, peft_config: Any) -> Adapter | None:
     """The trained adapter: the model's own, a new one, or None if the whole model is trained.
 
-    Args:
-        lm: the model; a new adapter is added to its layers in place.
-        args: `lora` configures a new adapter.
-        peft_config: a PEFT configuration that replaces `args.lora`; None for none.
+    A new one is added to the model's layers in place, by `args.lora` or a PEFT configuration that replaces it.
 
     Raises:
         ConfigError: the model already has an adapter, or the new one matches no layer or would not be trained.

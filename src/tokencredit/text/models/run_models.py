@@ -341,13 +341,8 @@ def load_run_models(
 ) -> Models:
     """Load the models of a finished run, on its device and in its dtype.
 
-    Args:
-        run: the run's folder.
-        args: the run's configuration.
-        which: `policy`, `best`, or `base` for the model that the run started from.
-        processes: the job.
-        reference: also load the reference model, if the run has one; if that fails, a note says why.
-        critic: also load the critic, if the run has one.
+    `which` is `policy`, `best`, or `base` for the model that the run started from. With `reference` and `critic` these
+    are loaded too, if the run has them; if that fails for the reference model, a note says why.
 
     Raises:
         ConfigError: the policy, the critic or the model that the run started from is missing.

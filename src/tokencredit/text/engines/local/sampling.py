@@ -201,17 +201,13 @@ def sample(
     Each row has its own random number per step, used or not, so a completion depends neither on how the batch was cut
     nor on which rows finished before it.
 
+    Arguments that are not listed are those of `Engine.generate`, on the model's device.
+
     Args:
         model: the policy and its critic; a critic on the last hidden states computes values as it goes.
-        prompts: on the model's device.
-        uniforms: `[batch, settings.max_new_tokens]`, in [0, 1).
-        settings: sampling settings and stop conditions.
-        tokenizer: decodes completions for stop strings.
-        end_ids: token ids that end a completion.
         per_prompt: number of consecutive rows with the same prompt, which is prefilled once; it divides `batch`.
-        started: first tokens of each completion, the same for all rows of a prompt; None starts from the prompts.
-            Their log-probs and values are 0 in the rollout. Prompts with them are left-padded to the longest, which
-            may take up to `limit` columns of context more than prompt and completion.
+        started: first tokens of each completion, whose log-probs and values are 0 in the rollout. Prompts with them are
+            left-padded to the longest, which may take up to `limit` columns of context more than prompt and completion.
         steps: makes the `CachedSteps` from the model, the prompts' mask and the limit of new tokens.
         every: steps between checks for finished completions; by default 1 on a CPU and `CHECK_EVERY` elsewhere, where
             each check is a host sync.
