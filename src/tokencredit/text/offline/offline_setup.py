@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -177,22 +177,20 @@ def load_examples(
     data, notes = args.data, [*model.notes]
 
     def read(source: Any, rows: Rows | None, group: str) -> list[Example]:
-        repeated = 0
+        repeats: list[bool] = []
 
-        def counted() -> Iterator[Row]:
-            nonlocal repeated
-            for row in read_rows(data, model.tokenizer, column, source, rows, group):
-                repeated += row.repeats_prompt(column)
-                yield row
+        def counted(row: Row) -> Example | None:
+            repeats.append(row.repeats_prompt(column))
+            return encode(row)
 
-        examples, dropped = examples_of(counted(), encode)
-        if 2 * repeated > len(examples) + dropped:
+        examples, dropped = examples_of(read_rows(data, model.tokenizer, column, source, rows, group), counted)
+        if 2 * sum(repeats) > len(repeats):
             notes.append(
-                f"{repeated} rows of {group} have the whole prompt at the start of {column!r} again, so the model "
+                f"{sum(repeats)} rows of {group} have the whole prompt at the start of {column!r} again, so the model "
                 "reads it twice; remove it there"
             )
         if dropped:
-            notes.append(f"{dropped} of {len(examples) + dropped} rows of {group} are too long and are dropped")
+            notes.append(f"{dropped} of {len(repeats)} rows of {group} are too long and are dropped")
         return examples
 
     if train is not None and data.dataset is not None:
