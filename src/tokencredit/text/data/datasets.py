@@ -23,7 +23,7 @@ Rows: TypeAlias = "list[dict[str, Any]] | Dataset"
 HUB_TIMEOUT = 10
 """Timeout of the request that tests whether the hub answers, in seconds; a download would retry six times."""
 CHUNK = 1000
-"""Rows per chunk of a column."""
+"""Rows that are read at once."""
 
 
 def read_dataset(name: str, *, split: str = "train", config_name: str | None = None, group: str = "prompts") -> Rows:

@@ -13,7 +13,7 @@ from tokencredit.errors import ConfigError, naming
 from tokencredit.provenance.parts import column_names
 from tokencredit.settings.offline import LengthSettings, RowsSettings
 from tokencredit.text.data.completions import answered, ended, rendered_after, tokenize_after, unfinished
-from tokencredit.text.data.datasets import Rows, rows_of
+from tokencredit.text.data.datasets import CHUNK, Rows, rows_of
 from tokencredit.text.data.detokenizer import shared_start
 from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, permutation
 from tokencredit.text.data.rollout import unpadded
@@ -27,8 +27,6 @@ ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of ShareGPT under other names."""
 IGNORED = -100
 """Label of a token without a loss, as everywhere in Transformers."""
-CHUNK = 1000
-"""Rows that are read at once."""
 
 
 @dataclass(frozen=True)
