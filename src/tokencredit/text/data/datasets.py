@@ -11,6 +11,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -63,13 +64,11 @@ def from_python(dataset: Any, name: str) -> Rows:
     """Check and return a data set passed from Python as the argument `name`."""
     if isinstance(dataset, list) and all(isinstance(row, dict) for row in dataset):
         return dataset
-    try:
+    with suppress(ImportError):
         from datasets import Dataset
 
         if isinstance(dataset, Dataset):
             return plain(dataset)
-    except ImportError:
-        pass
     raise ConfigError(
         f"{name} is of type {type(dataset).__name__}; it must be a datasets.Dataset (one split of a "
         "DatasetDict, not an IterableDataset) or a list of dicts"

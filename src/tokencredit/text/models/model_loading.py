@@ -81,10 +81,8 @@ def _hub_answers(name: str) -> bool:
     """True if the hub answers a request for a model; one short request, while a download would retry for minutes."""
     try:
         HfApi().model_info(name, timeout=HUB_TIMEOUT)
-    except HfHubHTTPError:
-        return True  # loading the model raises the hub's reason
-    except Exception:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
-        return False
+    except Exception as error:  # the HTTP library, and so its exceptions, depends on the version of huggingface_hub
+        return isinstance(error, HfHubHTTPError)  # loading the model raises the hub's reason
     return True
 
 

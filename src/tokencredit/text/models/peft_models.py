@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,9 @@ def adopt(model: Any) -> PreTrainedModel:
         if getattr(model, "peft_config", None) and attached(model) is None:
             attach(model, _wrapped(model))
         return model
-    try:
+    peft = None
+    with suppress(ConfigError):
         peft = peft_library()
-    except ConfigError:
-        peft = None
     if peft is None or not isinstance(model, peft.PeftModel):
         raise ConfigError(f"model is a {type(model).__name__}; give a name, a folder, a PreTrainedModel or a PeftModel")
     check_kind(model.active_peft_config)

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -242,8 +243,7 @@ class ChatTemplate:
     @cached_property
     def turn_ends(self) -> set[str]:
         """Names of the tokens that may end a turn: those of sampling, and the end of a turn of text."""
-        try:
+        end = None
+        with suppress(Rejected):  # it takes no user message after the assistant's
             end = self.after_turn([USER], [])[1]
-        except Rejected:  # it takes no user message after the assistant's
-            end = None
         return {*self.ends, *([end] if end else [])}
