@@ -76,9 +76,7 @@ def audit_command(run: Path, config: Mapping[str, Any]) -> str:
 def again(audit: Mapping[str, Any], command: str) -> str:
     """The command or call of an audit of this size, with as many continuations as leave little noise.
 
-    Args:
-        audit: the contents of an audit.json.
-        command: that of `audit_command`.
+    `audit` are the contents of an audit.json, and `command` is that of `audit_command`.
     """
     noise, rows = audit["credit"]["noise"]["value"], audited_rows(audit["settings"])
     noise = 0.6 if noise is None else noise
@@ -121,11 +119,8 @@ def remedy(
 ) -> str:
     """What to do about an audit without a verdict, or about credit that is not real; empty if neither is so.
 
-    Args:
-        audit: the contents of an audit.json.
-        command: as in `again`.
-        rows: the run's metrics, of which the iterations `saved` have a checkpoint: credit whose advantages vary more
-            than those of the audited iteration is easier to measure.
+    `audit` and `command` are as in `again`. `rows` are the run's metrics, of which the iterations `saved` have a
+    checkpoint: credit whose advantages vary more than those of the audited iteration is easier to measure.
     """
     ways = truer(audit, rows)
     if not (ways or unknown(audit["credit"])):

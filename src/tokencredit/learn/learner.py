@@ -223,12 +223,8 @@ class Learner:
     def used_advantages(self, experience: Experience, first: int, rows: int) -> Tensor:
         """Advantages as the last update's loss used them, `[batch, time]`; NaN at tokens that are not in the loss.
 
-        If each minibatch is whitened, the mean over the passes.
-
-        Args:
-            experience: the update's.
-            first: number of its first row in the batch of all processes.
-            rows: rows of that batch.
+        If each minibatch is whitened, the mean over the passes. `first` is the number of the experience's first row in
+        the batch of all processes, which has so many `rows`.
         """
         advantages = experience.advantages
         if self.whitened:

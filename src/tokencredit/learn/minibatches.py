@@ -88,14 +88,10 @@ def length_batches(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
     """Group rows of similar length into batches, to reduce padding.
 
     Sorts the rows by length and splits them where Σ (rows · longest + overhead) is least, by dynamic programming. The
-    overhead is the fixed cost of another forward pass, in tokens.
+    overhead is the fixed cost of another forward pass, in tokens. `budget` is the most tokens per batch, padding
+    included; `ValueError` if a single row is longer.
 
-    Args:
-        lengths: `[batch]`, int64.
-        budget: most tokens per batch, padding included; `ValueError` if a single row is longer.
-
-    Returns:
-        Row indices, one tensor per batch, the longest rows first.
+    `lengths` are int64 `[batch]`. Returns row indices, one tensor per batch, the longest rows first.
     """
     overhead = PASS_OVERHEAD if lengths.device.type == "cpu" else PASS_OVERHEAD_ON_ACCELERATORS
     longest = np.sort(np.array(lengths.tolist(), dtype=np.int64))[::-1]

@@ -48,11 +48,8 @@ class Piece(NamedTuple):
 def draw(sample: Mapping[str, Any], scale: str, ending: str, inches: float) -> tuple[bytes, str]:
     """A picture, and the characters that no installed font has, which are boxes in it.
 
-    Args:
-        sample: a completion as `notebook.described` gives it.
-        scale: the number of the strongest shade.
-        ending: `svg`, whose texts are outlines and so look the same everywhere, or `png`.
-        inches: the width.
+    `sample` is a completion as `notebook.described` gives it, `scale` the number of the strongest shade, `inches` the
+    width. `ending` is `svg`, whose texts are outlines and so look the same everywhere, or `png`.
     """
     faint = any(token["faint"] for part in sample["parts"] for token in part.get("tokens", ()))
     legend = [

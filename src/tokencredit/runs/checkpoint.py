@@ -39,14 +39,10 @@ class DamagedCheckpoint(ValueError):
 
 
 def write_checkpoint(folder: Path, shared: Mapping[str, Any], own: Mapping[str, Any], processes: Processes) -> None:
-    """Write a checkpoint into an empty folder; all processes call it.
+    """Write a checkpoint into an empty folder, which all processes see; all call it.
 
-    Args:
-        folder: an empty folder that all processes see.
-        shared: a tree of dicts (of texts), lists, numbers, texts, None, tensors and NumPy arrays, the same in every
-            process, except that each holds its own part of sharded tensors.
-        own: a tree of this process's own state.
-        processes: the processes of the job.
+    `shared` is a tree of dicts (of texts), lists, numbers, texts, None, tensors and NumPy arrays, the same in every
+    process, except that each holds its own part of sharded tensors; `own` is a tree of this process's own state.
 
     Raises:
         OSError: a file could not be written, in any process.
@@ -92,12 +88,8 @@ def read_checkpoint(folder: Path, processes: Processes, sharded: Mapping[str, Te
     """Read the shared tree, with `process`, `all_processes` and `versions`; all processes call it.
 
     `process` is the tree of this process's own state. If another number of processes wrote the checkpoint, it is that
-    of one of them, and `all_processes` is the list of all of them; otherwise that is None.
-
-    Args:
-        folder: the checkpoint.
-        processes: the processes of the job.
-        sharded: the trainer's sharded parameters, by name: tensors of their names are read as sharded as they are.
+    of one of them, and `all_processes` is the list of all of them; otherwise that is None. `sharded` are the trainer's
+    sharded parameters, by name: tensors of their names are read as sharded as they are.
 
     Raises:
         DamagedCheckpoint: a file is missing, has changed, or has another format.

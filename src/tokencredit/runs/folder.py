@@ -45,9 +45,7 @@ class RunFolder:
     def __init__(self, folder: str | None, job: str | None = None):
         """Choose the folder, by path, or `runs/DATE-TIME` for None; `create` makes it.
 
-        Args:
-            folder: its path.
-            job: name of a job that torchrun restarts; a folder that the same job began may be used again.
+        `job` names a job that torchrun restarts; a folder that the same job began may be used again.
         """
         if folder == "":
             raise ConfigError("run.dir is empty; give a folder, or leave it out for runs/DATE-TIME")
@@ -82,11 +80,9 @@ class RunFolder:
         return self.job is not None and file.is_file() and file.read_bytes() == self.job.encode()
 
     def create(self, reserve: int, more: int = 0) -> None:
-        """Make the folder.
+        """Make the folder, on a disk that holds `reserve` bytes for the run's final files and `more` before them.
 
-        Args:
-            reserve: bytes kept free for the run's final files; `append` and `make_room` raise rather than use them.
-            more: bytes that the run will certainly write before.
+        `append` and `make_room` raise rather than use the reserve.
 
         Raises:
             ConfigError: it cannot be made, or the disk is too full.

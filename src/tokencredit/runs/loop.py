@@ -292,14 +292,9 @@ def audit_at_end(
 ) -> None:
     """Audit the final policy of a run that is at its end, unless it is audited already; every process calls it.
 
-    The audit comes after everything is saved, and changes none of it. A line says why a run has none.
-
-    Args:
-        record: the run's.
-        summary: the run's, whose seconds count.
-        settings: the run's `audit`.
-        cost: seconds that each completion or episode of an audit takes; raises `ConfigError` if it cannot be audited.
-        audit: audits so many of them within so many seconds; returns the contents of audit.json.
+    The audit comes after everything is saved, and changes none of it. A line says why a run has none. `cost` gives the
+    seconds per completion or episode of an audit, and raises `ConfigError` if the run cannot be audited; `audit` audits
+    so many of them within so many seconds, and returns the contents of audit.json.
     """
     at_end = summary.stopped_by == "iterations" or summary.stopped_by.startswith("stop.")
     if not settings.at_end or not at_end or record.failed or not summary.iterations:

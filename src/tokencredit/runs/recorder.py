@@ -57,12 +57,8 @@ class RunRecord:
     ) -> None:
         """Choose the folder; nothing is written before `begin`.
 
-        Args:
-            args: settings of the run's length and files.
-            processes: the processes of the job.
-            run_kind: the kind of run.
-            choices: values chosen for settings that are `auto`, by key; None if there are no such settings.
-            show_every: iterations between tables of samples on the screen; 0 for none.
+        `choices` are the values chosen for settings that are `auto`, by key; None if there are no such settings.
+        `show_every` are the iterations between tables of samples on the screen; 0 for none.
 
         Raises:
             ConfigError: a tracker is not installed.
@@ -88,12 +84,9 @@ class RunRecord:
         self.failed = False  # once true, nothing but resuming is suggested
 
     def begin(self, config: Any, reserve: int, weights: int) -> None:
-        """Create the folder, check its disk space, and write the configuration.
+        """Create the folder, check its disk space, and write the whole configuration.
 
-        Args:
-            config: the whole configuration, a `PPOConfig` or a `ControlConfig`.
-            reserve: bytes kept free for the final files.
-            weights: bytes of the trained weights.
+        `reserve` are bytes kept free for the final files, `weights` those of the trained weights.
 
         Raises:
             ConfigError: the folder is in use, cannot be made, or its disk is too full.
@@ -120,17 +113,11 @@ class RunRecord:
         self._start(foreign_code(config))
 
     def resume(self, config: Any, reserve: int, load: Load, sharded: Mapping[str, Tensor] | None = None) -> int:
-        """Restore the newest valid checkpoint of a run, or the start if it has none yet.
+        """Restore the newest valid checkpoint of a run, or the start if it has none yet; returns the iterations done.
 
-        Args:
-            config: the configuration now.
-            reserve: as in `begin`.
-            load: restores the trainer from `resuming.for_trainer`'s state and the changed keys; returns lines for the
-                user. It is not called without a checkpoint, and may raise before any file is changed.
-            sharded: the trainer's sharded parameters, by name.
-
-        Returns:
-            The iterations done.
+        `load` restores the trainer from `resuming.for_trainer`'s state and the changed keys, and returns lines for the
+        user. It is not called without a checkpoint, and may raise before any file is changed. `sharded` are the
+        trainer's sharded parameters, by name.
 
         Raises:
             ConfigError: the folder holds no run that can be resumed, another process is training it, or a setting has
@@ -291,10 +278,7 @@ class RunRecord:
     def checkpoint(self, number: int, state: Mapping[str, Any], process: Mapping[str, Any]) -> None:
         """Write a checkpoint after an iteration, and remove surplus ones.
 
-        Args:
-            number: the iteration.
-            state: state of the trainer, the same in every process.
-            process: state of this process.
+        `state` is the trainer's, the same in every process, and `process` this process's own.
         """
         target = self.folder.path / "checkpoints" / f"{number:06d}"
         contents: dict[str, Any] = {"trainer": state, "bad_in_a_row": self.bad_in_a_row}

@@ -36,8 +36,6 @@ FREE = (
     "env.processes",
 )
 """Exceptions, which may change."""
-
-
 FINGERPRINTED = ("model.name", "model", "processing_class")
 """Parts whose weights and tokens the trainer compares with those of the checkpoint."""
 
@@ -82,15 +80,10 @@ def for_trainer(state: Mapping[str, Any]) -> dict[str, Any]:
 def newest(
     run: Path, processes: Processes, sharded: Mapping[str, Tensor] | None = None
 ) -> tuple[int, dict[str, Any] | None, list[str]]:
-    """The newest valid checkpoint; all processes call it.
+    """The newest valid checkpoint of a run's folder: its iteration, its state, and a line per damaged newer one.
 
-    Args:
-        run: folder of the run; its metrics and samples must be at least as long as the checkpoint records.
-        processes: the processes of the job.
-        sharded: the trainer's sharded parameters, by name.
-
-    Returns:
-        Its iteration, its state, and a line per damaged newer one; 0 and None without checkpoints.
+    0 and None without checkpoints. The run's metrics and samples must be at least as long as the checkpoint records.
+    All processes call it; `sharded` are the trainer's sharded parameters, by name.
 
     Raises:
         ConfigError: all checkpoints are damaged.
@@ -181,12 +174,8 @@ def changes_since(
 ) -> Iterator[tuple[str | None, str]]:
     """How a run differs from its checkpoint: what has changed, if it is a setting or a part, and a line for the user.
 
-    Args:
-        done: the iterations done.
-        state: the checkpoint; None without one.
-        changed: settings before and now.
-        replaced: lines on parts that have changed, by argument or key.
-        processes: their number now.
+    `changed` are settings before and now, `replaced` lines on parts that have changed, by argument or key, and
+    `processes` is their number now.
     """
     if state is not None and state["all_processes"] is not None:
         before, now = len(state["all_processes"]), processes

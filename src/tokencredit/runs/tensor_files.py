@@ -69,13 +69,9 @@ def file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def read_tensors(
     folder: Path, shapes: Mapping[str, Shape], sharded: Mapping[str, Tensor], processes: Processes
 ) -> dict[str, Tensor]:
-    """Read tensors by name; all processes call it with the same names.
+    """Read tensors of these names and shapes from `write_tensors`' folder; all processes call it with the same names.
 
-    Args:
-        folder: the folder that `write_tensors` wrote.
-        shapes: the tensors to read.
-        sharded: sharded tensors, by a part between slashes of the names that are read like them. All others are whole.
-        processes: the processes of the job.
+    `sharded` are sharded tensors, by a part between slashes of the names that are read like them. All others are whole.
 
     Raises:
         DamagedTensors: a tensor, or part of it, is missing, or its parts do not fit together.

@@ -37,13 +37,10 @@ class Trackers:
     def __init__(
         self, names: Sequence[str] | None, folder: Path, report: Callable[[str], None], *, enabled: bool = True
     ) -> None:
-        """Choose trackers by name.
+        """Choose trackers by name; None for TensorBoard if it is installed.
 
-        Args:
-            names: names of the trackers; None for TensorBoard if it is installed.
-            folder: output folder of trackers that write files.
-            report: called with a line per failure.
-            enabled: false in processes that track nothing.
+        `folder` is that of trackers that write files, and `report` is called with a line per failure. Processes that
+        track nothing are not `enabled`.
 
         Raises:
             ConfigError: a tracker is not installed.

@@ -258,9 +258,7 @@ class Setting(NamedTuple):
 def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
     """Raise `ConfigError` for the first setting that has no effect with the others and is not its default.
 
-    Args:
-        config: a whole configuration.
-        rows: the arguments of `ROWS` that are given, or may be.
+    `rows` are the arguments of `ROWS` that are given, or may be.
     """
     groups = {item.name: plain(getattr(config, item.name), named=False) for item in fields(config)}
     settings, declared = flat(groups), settings_of(config.__class__)
@@ -274,10 +272,7 @@ def refuse_unused(config: Any, rows: Collection[str] = ROWS) -> None:
 def unused(kind: Any, settings: Mapping[str, Any], rows: Collection[str] = ROWS) -> dict[str, str]:
     """The reasons, such as `without kl.target`, by key of settings that have no effect with the others.
 
-    Args:
-        kind: class of the whole configuration.
-        settings: the whole configuration, as `flat` gives it.
-        rows: as in `refuse_unused`.
+    `kind` is the class of the whole configuration, `settings` are as `flat` gives them, `rows` as in `refuse_unused`.
     """
     declared, known = settings_of(kind), {**settings, **dict.fromkeys(rows, True)}
     reasons: dict[str, str] = {}

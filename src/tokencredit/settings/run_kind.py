@@ -199,12 +199,8 @@ def refuse_python(
 ) -> None:
     """Raise `ConfigError` for parts from Python that a configuration names and that are not given.
 
-    Args:
-        config: the configuration.
-        file: its file, in the message.
-        given: arguments that are given.
-        parts: descriptions of the run's parts; a command can name those that are functions of a file.
-        resume: true if the run is to be continued.
+    `file` is the configuration's in the message, `given` are arguments that are given, and `parts` descriptions of the
+    run's parts: a command can name those that are functions of a file. With `resume` the run is to be continued.
     """
     named = {key: [part] if isinstance(part, str) else part for key, part in config.python.items() if key not in given}
     if missing := {k: x for k, x in named.items() if "." not in k or str(attrgetter(k)(config)).startswith(PYTHON)}:

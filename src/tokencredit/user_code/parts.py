@@ -235,9 +235,7 @@ def require_known(key: str, kwargs: str, function: Callable[..., Any], name: str
 def load_estimator(args: Advantage, inputs: Collection[str]) -> Advantage:
     """The settings with the function of an estimator of the user's in place of its name; others as they are.
 
-    Args:
-        args: the settings.
-        inputs: what this kind of run can give besides rewards, values, bounds and settings.
+    `inputs` are what this kind of run can give besides rewards, values, bounds and settings.
 
     Raises:
         ConfigError: it cannot be loaded, is no function, or needs what there is not.

@@ -43,16 +43,9 @@ NOT_IN_A_PAPER = ("seconds", "iterations")
 def write_comparison(comparison: Comparison, out: Path, formats: Sequence[str] | None = None) -> Path:
     """Write a comparison into a folder, or into one file.
 
-    A folder gets a file per format, and for figures one per x axis, for `csv` one per table. A file has its ending's
-    format: a figure is over iterations, a table of outcomes per setting.
-
-    Args:
-        comparison: the comparison.
-        out: folder, created if missing; or a file with the ending of a format.
-        formats: those of a folder's files, of `FORMATS`; None for a page and pictures.
-
-    Returns:
-        The page; without one, `out`.
+    A folder, created if missing, gets a file per format, and for figures one per x axis, for `csv` one per table. It
+    gets a page and pictures without `formats`. A file has its ending's format: a figure is over iterations, a table of
+    outcomes per setting. Returns the page; without one, `out`.
 
     Raises:
         ConfigError: a format is unknown, or `out` cannot be written.

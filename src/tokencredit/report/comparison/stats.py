@@ -129,11 +129,7 @@ def without_seed(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def group_runs(runs: Sequence[Run], key: str | None = None) -> list[RunGroup]:
-    """Groups of runs, in the order given.
-
-    Args:
-        runs: at least one.
-        key: the dotted key whose value makes a group; None to group runs that differ only in seed and folder.
+    """Groups of runs, in the order given, by the value of a dotted key; None for those that differ in seed and folder.
 
     Raises:
         ConfigError: no run has such a key.
