@@ -305,12 +305,11 @@ def doctor(options: Options) -> None:
     """Run `tokencredit doctor`."""
     from tokencredit.report.reading import read_run
     from tokencredit.runs.console import Screen
-    from tokencredit.runs.diagnosis import diagnose, no_finding
+    from tokencredit.runs.diagnosis import no_finding
 
     run = read_run(Path(options.run))
     screen = Screen(len(run.metrics))
-    metrics = run.metrics[run.since :]
-    findings = diagnose(metrics, run.config, ended=bool(run.summary), samples=run.samples)
-    screen.findings(findings)
-    if not findings:
+    if findings := run.findings():
+        screen.findings(findings)
+    else:
         screen.say(no_finding(run.config, len(run.metrics)))

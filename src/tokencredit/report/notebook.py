@@ -14,7 +14,7 @@ from tokencredit.report.page import views
 from tokencredit.report.reading import REPORT, Run
 from tokencredit.report.story import outcome, story
 from tokencredit.report.templating import fill, two_digits
-from tokencredit.runs.diagnosis import diagnose, no_finding
+from tokencredit.runs.diagnosis import no_finding
 from tokencredit.runs.folder import write_file
 from tokencredit.runs.jsonl import ASSISTANT
 from tokencredit.runs.summary import in_iterations
@@ -106,8 +106,7 @@ class NotebookRun(Run):
 
     def _repr_html_(self) -> str:
         charts = {name: chart for found in sections(self.metrics).values() for name, chart in found.items()}
-        findings = diagnose(self.metrics[self.since :], self.config, ended=bool(self.summary), samples=self.samples)
-        headline, page = chart_of(run_kind_of(self.config).headline), self.path / REPORT
+        headline, page, findings = chart_of(run_kind_of(self.config).headline), self.path / REPORT, self.findings()
         return fill(
             "notebook.html",
             name=str(self.path),

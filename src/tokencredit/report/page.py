@@ -17,7 +17,7 @@ from tokencredit.report.reading import REPORT, Run, read_run
 from tokencredit.report.story import next_step, story
 from tokencredit.report.templating import fill, readable, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
-from tokencredit.runs.diagnosis import diagnose, no_finding
+from tokencredit.runs.diagnosis import no_finding
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.jsonl import ASSISTANT, ENDINGS, PROBLEMS, SCORED
 from tokencredit.runs.summary import WINDOW
@@ -74,8 +74,7 @@ def render(run: Run) -> str:
     audit, samples, truths = audit_view.view(run.audit), credit(run), audited(run)
     known = run.audit is not None and not unknown(run.audit["credit"])
     episode = run.episode and agent_episode.view(run.episode)
-    findings = diagnose(run.metrics[run.since :], run.config, ended=bool(run.summary), samples=run.samples)
-    charts = sections(run.metrics)
+    findings, charts = run.findings(), sections(run.metrics)
     headline = chart_of(run_kind_of(run.config).headline)
     main = charts.get(section_of(headline), {}).pop(headline, None)
     drawn = {title: [chart for chart in found.values() if constant(chart) is None] for title, found in charts.items()}

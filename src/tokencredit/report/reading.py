@@ -13,6 +13,7 @@ from tokencredit.audit.verdict import audited_rows
 from tokencredit.errors import ConfigError, importing
 from tokencredit.provenance.parts import Part
 from tokencredit.report.agent_episode import read_episode
+from tokencredit.runs.diagnosis import Finding, diagnose
 from tokencredit.runs.folder import (
     AUDIT,
     COMPLETIONS,
@@ -151,6 +152,10 @@ class Run:
     def scored(self) -> list[dict[str, Any]]:
         """The rows of metrics since that change, at least the last one."""
         return self.metrics[self.since :] or self.metrics[-1:]
+
+    def findings(self) -> list[Finding]:
+        """The diagnosis of the run since that change."""
+        return diagnose(self.metrics[self.since :], self.config, ended=bool(self.summary), samples=self.samples)
 
     def frame(self, table: Literal["metrics", "samples", "tokens", "audit"] = "metrics") -> Any:
         """A table as a `pandas.DataFrame`, with the names of metrics.jsonl and samples.jsonl as columns.

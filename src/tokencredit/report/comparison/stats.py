@@ -129,7 +129,7 @@ def without_seed(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def group_runs(runs: Sequence[Run], key: str | None = None) -> list[RunGroup]:
-    """Groups of runs, in the order given, by the value of a dotted key; None for those that differ in seed and folder.
+    """Groups of runs, in the order given, by a dotted key's value; None for those that differ in seed and folder only.
 
     Raises:
         ConfigError: no run has such a key.
