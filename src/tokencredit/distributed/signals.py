@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -83,16 +83,14 @@ class Signals:
             self._before = {number: signal.signal(number, self._handle) for number in watched}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     @contextmanager
     def released(self) -> Iterator[None]:
         """A context within the block in which the caller's handlers are back."""
-        self.__exit__(None, None, None)
+        self.__exit__()
         try:
             yield
         finally:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from io import StringIO
-from types import TracebackType
 from typing import IO, Any, cast
 
 from rich.console import Console, RenderableType
@@ -183,9 +182,7 @@ class Screen:
         self._place_progress()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.progress.stop()
         if self.cell is not None:
             self.cell.settle("progress")
@@ -220,16 +217,15 @@ class Screen:
             self.say("in an iteration's line:")
             self.pairs(new, indent="  ")
             self.explained |= shown.keys()
-        numbers = "  ".join(f"{label} {figure(metrics[key])}" for key, label in shown.items())
+        texts = {key: f"{label} {figure(metrics[key])}" for key, label in shown.items()}
+        numbers = "  ".join(texts.values())
         self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers if self.cell else "")
         self._place_progress()
         if self.cell is None:
             of = f"/{self.iterations}" if self.iterations < OPEN_END else ""
             left = None if self.console.is_terminal else self.progress.tasks[0].time_remaining
             self.say(f"iteration {metrics['iteration']}{of}  {numbers}{f'  left {duration(left)}' if left else ''}")
-        elif evaluated := [
-            f"{label} {figure(metrics[key])}" for key, label in shown.items() if key.startswith("eval/")
-        ]:
+        elif evaluated := [text for key, text in texts.items() if key.startswith("eval/")]:
             self.say(f"iteration {metrics['iteration']}  {'  '.join(evaluated)}")  # the progress is soon replaced
         if any(name.startswith("audit/") for name in metrics):
             self.audited(metrics)

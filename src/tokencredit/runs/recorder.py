@@ -280,7 +280,7 @@ class RunRecord:
 
         `state` is the trainer's, the same in every process, and `process` this process's own.
         """
-        target = self.folder.path / "checkpoints" / f"{number:06d}"
+        target = resuming.place(self.folder.path, number)
         contents: dict[str, Any] = {"trainer": state, "bad_in_a_row": self.bad_in_a_row}
         contents["seconds"] = time.perf_counter() - self.started
         own = int(self.processes.sum(torch.tensor(size_of(process), device=self.processes.device)))
@@ -297,7 +297,7 @@ class RunRecord:
         if self.main:
             for old in resuming.saved(self.folder.path)[: -self.args.keep_last]:
                 if old != self.best_iteration:
-                    shutil.rmtree(target.parent / f"{old:06d}")
+                    shutil.rmtree(resuming.place(self.folder.path, old))
 
     def bad_step(
         self, number: int, reason: str, tensors: Mapping[str, Tensor], *, diverged: bool = False, **about: Any
