@@ -111,5 +111,9 @@ def naming(key: str) -> Iterator[None]:
 
 def quoted(value: object) -> str:
     """The value for a message: one line, cut if long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:99]}…"
+    return cut(" ".join(repr(value).split()), 100)
+
+
+def cut(text: str, length: int) -> str:
+    """A text of at most `length` characters, the last of which is … if it was longer."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"

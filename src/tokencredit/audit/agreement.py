@@ -47,13 +47,12 @@ Sums = dict[str, Tensor]
 class Resampling:
     """Bootstrap over rows: one figure per sample, from sums over the states of each row."""
 
-    def __init__(self, rows: int, seed: int = 0):
+    def __init__(self, rows: int):
         """Draw the samples; the first one is the original rows, and the only one if there are too few for intervals."""
         self.counts = torch.ones(1, rows, dtype=torch.float64)
         if rows < MIN_ROWS:
             return
-        generator = torch.Generator().manual_seed(seed)
-        indices = torch.randint(rows, (RESAMPLES, rows), generator=generator)
+        indices = torch.randint(rows, (RESAMPLES, rows), generator=torch.Generator().manual_seed(0))
         counts = torch.zeros(RESAMPLES, rows, dtype=torch.float64).scatter_add_(
             1, indices, torch.ones(RESAMPLES, rows, dtype=torch.float64)
         )

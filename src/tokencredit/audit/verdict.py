@@ -186,15 +186,11 @@ def share(correlation: Mapping[str, Any]) -> str:
 def measured(audit: Mapping[str, Any]) -> str:
     """The size of an audit, as text."""
     steps = "steps" if rows_name(audit) == "episodes" else "tokens"
+    when = "of the final policy" if audit["iteration"] is None else f"at iteration {audit['iteration']}"
     return (
-        f"{audit['credit']['tokens']:,} {steps} of {audited_rows(audit['settings']):,} {rows_name(audit)} "
-        f"{when(audit)}, {audit['continuations']:.3g} continuations per state"
+        f"{audit['credit']['tokens']:,} {steps} of {audited_rows(audit['settings']):,} {rows_name(audit)} {when}, "
+        f"{audit['continuations']:.3g} continuations per state"
     )
-
-
-def when(audit: Mapping[str, Any]) -> str:
-    """The audited policy, as text."""
-    return "of the final policy" if audit["iteration"] is None else f"at iteration {audit['iteration']}"
 
 
 def rows_name(audit: Mapping[str, Any]) -> str:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from tokencredit.errors import cut
+
 LIBRARIES = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
 """Folders of Tokencredit, Python's library and installed packages, whose code is not the user's."""
 MAX_ENTRIES, MAX_TEXT = 20, 200
@@ -169,8 +171,7 @@ def _cut(shown: Any, value: Any) -> Any:
 def _short(value: Any) -> str:
     """An argument in a few characters."""
     text = str(value["name"]) if isinstance(value, dict) and "name" in value else value
-    text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-    return text if len(text) <= 30 else f"{text[:29]}…"
+    return cut(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), 30)
 
 
 def _sha(value: Any) -> str:

@@ -71,11 +71,6 @@ def next_audit(run: Run) -> str:
     return visible(command) or "audit.every in a new run, since run.save_every: 0 saves no checkpoint to audit"
 
 
-def verdict(audit: Mapping[str, Any]) -> str:
-    """The trust score of an audit as a sentence."""
-    return visible(credit_verdict(audit))
-
-
 def credit_error(run: Run, iteration: int) -> tuple[float, int] | None:
     """Standard error of an advantage in an iteration, and the nearest iteration with an audit, which measured it."""
     name = "audit/advantage_error"

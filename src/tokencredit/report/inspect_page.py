@@ -10,6 +10,7 @@ from operator import itemgetter
 from statistics import median
 from typing import Any
 
+from tokencredit.errors import cut
 from tokencredit.report.templating import fill, readable, two_digits
 from tokencredit.runs.summary import duration
 from tokencredit.runs.untrusted import visible
@@ -101,8 +102,7 @@ def sentence(words: str) -> str:
 
 def short(token: str) -> str:
     """A token on one line, with escaped unprintable characters and at most `LONGEST` characters."""
-    text = visible(token)
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return cut(visible(token), LONGEST)
 
 
 def word(token: str) -> str:
@@ -187,11 +187,11 @@ def views(inspect: Mapping[str, Any]) -> dict[str, Any]:
     """The page's data: what its script draws, with short tokens, at the positions nearest to the question."""
     asked = inspect["question"]["position"]
     lens, attention, critic = inspect["lens"], inspect["attention"], inspect["critic"]
-    cut = near(lens["positions"], asked)
+    kept = near(lens["positions"], asked)
     models = {
         model: {
-            "token": [list(map(short, row)) for row in columns(lens[model]["token"], cut)],
-            **{key: columns(lens[model][key], cut) for key in ("probability", "rank")},
+            "token": [list(map(short, row)) for row in columns(lens[model]["token"], kept)],
+            **{key: columns(lens[model][key], kept) for key in ("probability", "rank")},
         }
         for model in ("base", "tuned")
     }
@@ -201,9 +201,9 @@ def views(inspect: Mapping[str, Any]) -> dict[str, Any]:
         "asked": asked,
         "lens": {
             "layers": list(map(short, lens["layers"])),
-            "positions": lens["positions"][cut],
+            "positions": lens["positions"][kept],
             **models,
-            "kl": columns(lens["kl"], cut),
+            "kl": columns(lens["kl"], kept),
         },
         "attention": {
             "from": attention["from"],
@@ -228,11 +228,11 @@ def near(positions: Sequence[int], asked: int) -> slice:
     return slice(start, start + COLUMNS)
 
 
-def columns(table: Sequence[Sequence[Any]], cut: slice) -> list[Sequence[Any]]:
+def columns(table: Sequence[Sequence[Any]], kept: slice) -> list[Sequence[Any]]:
     """These columns of a table."""
-    return [row[cut] for row in table]
+    return [row[kept] for row in table]
 
 
-def side(lists: Mapping[str, Any], cut: slice) -> dict[str, Any]:
+def side(lists: Mapping[str, Any], kept: slice) -> dict[str, Any]:
     """These entries of the base and the tuned model's lists."""
-    return {model: lists[model][cut] for model in ("base", "tuned")}
+    return {model: lists[model][kept] for model in ("base", "tuned")}

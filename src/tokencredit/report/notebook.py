@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
 
+from tokencredit.audit.verdict import credit_verdict
 from tokencredit.errors import ConfigError, importing
 from tokencredit.report import audit_view, reading
 from tokencredit.report.curves import chart_of, sections
@@ -19,6 +20,7 @@ from tokencredit.runs.folder import write_file
 from tokencredit.runs.jsonl import ASSISTANT
 from tokencredit.runs.summary import in_iterations
 from tokencredit.runs.transcript import SIGN
+from tokencredit.runs.untrusted import visible
 from tokencredit.settings.run_kind import run_kind_of
 
 WIDTH, HEIGHT = 300, 90
@@ -93,7 +95,7 @@ class AuditRecord(dict[str, Any]):
     """The contents of audit.json; a notebook shows its verdict and tables."""
 
     def _repr_html_(self) -> str:
-        return fill("notebook.html", trust=audit_view.verdict(self), audit=audit_view.view(self))
+        return fill("notebook.html", trust=visible(credit_verdict(self)), audit=audit_view.view(self))
 
 
 @dataclass(frozen=True, repr=False)

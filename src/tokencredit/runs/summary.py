@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
+from tokencredit.errors import cut
 from tokencredit.runs.folder import setting_of
 from tokencredit.runs.jsonl import is_number
 from tokencredit.settings.run_kind import CONTROL, RunKind
@@ -269,8 +270,7 @@ def in_iterations(count: int) -> str:
 
 def shortened(text: str, length: int) -> str:
     """A text in one line of at most `length` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+    return cut(" ".join(text.split()), length)
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from tokencredit.errors import pages_by_title
+from tokencredit.errors import cut, pages_by_title
 from tokencredit.report.comparison.compare import Comparison
 from tokencredit.report.comparison.stats import (
     FEWEST,
@@ -118,11 +118,6 @@ def notes(group: RunGroup, lines: dict[str, Curve]) -> list[str]:
     if keys := varying(group):
         texts.append(f"Its runs also differ in {', '.join(keys)}.")
     return texts + [f"{one} and {two} are one sample twice, seed and all." for one, two in repeated(group)]
-
-
-def cut(text: str, most: int) -> str:
-    """A text, cut to a length."""
-    return text if len(text) <= most else text[: most - 2] + " …"
 
 
 def style(number: int, group: RunGroup) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from tokencredit.provenance.parts import label
 from tokencredit.report.comparison.stats import MISSING, SEED, RunGroup, group_runs, texts, values, without_seed
 from tokencredit.report.paper.card import bibtex, code
 from tokencredit.report.reading import Run
+from tokencredit.runs.folder import setting_of
 from tokencredit.settings.run_kind import PARTS, RunKind, run_kind_of
 
 
@@ -17,7 +18,7 @@ def citation(runs: Sequence[Run]) -> str:
     """A text in Markdown: software, machine, seeds, a table of the settings that differ from the defaults, BibTeX."""
     made = [found if isinstance(found := run.summary.get("environment"), dict) else {} for run in runs]
     groups, run_kind = group_runs(runs), run_kind_of(runs[0].config)
-    version = "; ".join(distinct(of(found, "versions", "tokencredit") for found in made)) or "unknown version"
+    version = "; ".join(distinct(of(found, "versions.tokencredit") for found in made)) or "unknown version"
     sentences = [f"Trained with `tokencredit {run_kind.command}` {version}{commit(made, 'tokencredit')}."]
     if packages := "; ".join(distinct(versions(found) for found in made)):
         sentences.append(f"Software: {packages}.")
@@ -27,13 +28,9 @@ def citation(runs: Sequence[Run]) -> str:
         sentences.append(f"Started by {', '.join(map(code, commands))}{commit(made, 'repository')}.")
     if dates := sorted({of(found, key)[:10] for found in made for key in ("begun", "started", "ended")} - {""}):
         sentences.append(f"Dates: {dates[0]} to {dates[-1]}.")
-    listed = [f"- setting {number}: seeds {', '.join(seeds(group))}" for number, group in enumerate(groups, start=1)]
+    seeds = [", ".join(found.get(SEED, MISSING) for found in group.settings) for group in groups]
+    listed = [f"- setting {number}: seeds {text}" for number, text in enumerate(seeds, start=1)]
     return "\n".join([" ".join(sentences), "", *listed, "", *table(groups, run_kind), "", *bibtex(version), ""])
-
-
-def seeds(group: RunGroup) -> list[str]:
-    """Seeds of a group's runs."""
-    return [found.get(SEED, MISSING) for found in group.settings]
 
 
 def table(groups: Sequence[RunGroup], run_kind: RunKind) -> list[str]:
@@ -62,11 +59,9 @@ def cell(found: Sequence[str]) -> str:
     return ", ".join(code(text.replace("|", "\\|")) for text in found)
 
 
-def of(found: Mapping[str, Any], *keys: str) -> str:
-    """A text inside an environment of a run; empty if there is none."""
-    value: Any = found
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
+def of(found: Mapping[str, Any], key: str) -> str:
+    """A text inside an environment of a run, by its dotted key; empty if there is none."""
+    value = setting_of(found, key)
     return "" if value is None else str(value)
 
 
@@ -94,7 +89,7 @@ def commit(made: Sequence[Mapping[str, Any]], key: str) -> str:
     """Commits of a repository, with the number of files that had changes; empty if none is known."""
     words = []
     for found in made:
-        if whole := of(found, key, "commit"):
-            changed = of(found, key, "changed_files")
+        if whole := of(found, f"{key}.commit"):
+            changed = of(found, f"{key}.changed_files")
             words.append(f"commit {whole[:12]}" + (f", changed files: {changed}" if changed not in ("", "0") else ""))
     return f" ({'; '.join(distinct(words))})" if words else ""
