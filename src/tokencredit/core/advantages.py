@@ -184,11 +184,7 @@ def length_adaptive_gae(
 
 
 def reward_to_go(
-    rewards: Tensor,
-    values: Tensor | None = None,
-    *,
-    gamma: float,
-    **where: Unpack[EpisodeBounds],
+    rewards: Tensor, values: Tensor | None = None, *, gamma: float, **where: Unpack[EpisodeBounds]
 ) -> tuple[Tensor, Tensor]:
     """Discounted reward-to-go: Gₜ = Σₖ γᵏ rₜ₊ₖ, and Aₜ = Gₜ, or Gₜ − Vₜ with `values`, which is `monte_carlo`.
 
@@ -203,11 +199,7 @@ def reward_to_go(
 
 
 def total_return(
-    rewards: Tensor,
-    values: Tensor | None = None,
-    *,
-    gamma: float,
-    **where: Unpack[EpisodeBounds],
+    rewards: Tensor, values: Tensor | None = None, *, gamma: float, **where: Unpack[EpisodeBounds]
 ) -> tuple[Tensor, Tensor]:
     """Whole-episode return for every step, R = Σₖ γᵏ rₖ from the first step: A = R, or R − Vₜ with `values`.
 
@@ -224,12 +216,7 @@ def total_return(
     return steps.restore(returns - steps.values, returns)
 
 
-def uniform(
-    rewards: Tensor,
-    *,
-    baseline: float = 0.0,
-    **where: Unpack[EpisodeBounds],
-) -> tuple[Tensor, Tensor]:
+def uniform(rewards: Tensor, *, baseline: float = 0.0, **where: Unpack[EpisodeBounds]) -> tuple[Tensor, Tensor]:
     """The row's score minus a constant baseline, the same for every token: A = Σₜ rₜ − baseline.
 
     With the running mean of earlier scores as the baseline (`learn.controllers.RunningMoments`) this is REINFORCE with
@@ -251,11 +238,7 @@ def uniform(
 
 
 def group_relative(
-    rewards: Tensor,
-    *,
-    group_size: int,
-    scale: bool = True,
-    **where: Unpack[EpisodeBounds],
+    rewards: Tensor, *, group_size: int, scale: bool = True, **where: Unpack[EpisodeBounds]
 ) -> tuple[Tensor, Tensor]:
     """The row's score, standardised within its group (completions of one prompt): A = (s − mean) / (deviation + 1e-4).
 
@@ -289,12 +272,7 @@ def group_relative(
     return _broadcast(credit.flatten(), where, rewards), _broadcast(scores, where, rewards)
 
 
-def leave_one_out(
-    rewards: Tensor,
-    *,
-    group_size: int,
-    **where: Unpack[EpisodeBounds],
-) -> tuple[Tensor, Tensor]:
+def leave_one_out(rewards: Tensor, *, group_size: int, **where: Unpack[EpisodeBounds]) -> tuple[Tensor, Tensor]:
     """The row's score minus the mean score of the others in its group: Aᵢ = sᵢ − Σ_{j≠i} sⱼ / (group_size − 1).
 
     The baseline does not contain the row's own score, so it adds no bias: Kool et al. 2019 ("Buy 4 REINFORCE samples,

@@ -113,13 +113,7 @@ def moments_and_centred(
     return count, shift + correction, variance, centred - correction
 
 
-def whiten(
-    x: Tensor,
-    mask: Tensor,
-    *,
-    shift_mean: bool = True,
-    reduce: Reduce | None = None,
-) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Reduce | None = None) -> Tensor:
     """Whiten `x` over the mask: unit variance and, by default, zero mean.
 
     yₜ = (xₜ − μ) / √(σ² + 1e-8), plus μ again when `shift_mean` is false; 0 outside the mask. The guard, as in TRL's

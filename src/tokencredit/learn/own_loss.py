@@ -82,10 +82,7 @@ class FunctionObjective(Objective):
 
 
 def objective_of(
-    loss: str | Callable[..., Any],
-    kwargs: Mapping[str, Any],
-    options: Mapping[str, Any],
-    limit: float | None = None,
+    loss: str | Callable[..., Any], kwargs: Mapping[str, Any], options: Mapping[str, Any], limit: float | None = None
 ) -> Objective:
     """The objective of a policy loss: a name of `settings.training.LOSSES`, a function, or a subclass of `Objective`.
 

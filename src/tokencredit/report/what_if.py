@@ -15,12 +15,7 @@ from tokencredit.runs.transcript import acted, speeches
 
 ALTERNATIVES = {
     label(name, {"lam": lam}): (name, lam)
-    for name, lam in (
-        ("td", None),
-        *(("gae", lam) for lam in LAMBDAS),
-        ("monte_carlo", None),
-        ("uniform", None),
-    )
+    for name, lam in (("td", None), *(("gae", lam) for lam in LAMBDAS), ("monte_carlo", None), ("uniform", None))
 }
 """Estimators by label, each with its λ."""
 

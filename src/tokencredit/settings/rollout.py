@@ -50,12 +50,7 @@ class SamplingConfig(Group):
         """Raise `ConfigError` for settings under which vLLM samples from another distribution."""
         least, most = VLLM_TEMPERATURES
         if not least <= self.temperature <= most:
-            refuse(
-                self,
-                "temperature",
-                f"vLLM samples at {least} to {most}; or use engine: local",
-                prefix,
-            )
+            refuse(self, "temperature", f"vLLM samples at {least} to {most}; or use engine: local", prefix)
         if self.min_p is not None and self.top_p is not None and self.top_p < 1:
             reason = "vLLM applies min_p first, which changes what top_p leaves; leave one out, or use engine: local"
             refuse(self, "min_p top_p", reason, prefix)

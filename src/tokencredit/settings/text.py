@@ -11,14 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import (
-    KINDS,
-    DefaultReward,
-    EnvironmentConfig,
-    PromptsConfig,
-    RewardTerm,
-    ScoreConfig,
-)
+from tokencredit.settings.data import KINDS, DefaultReward, EnvironmentConfig, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import check, refuse, refuse_unused, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig, ShardingConfig
 from tokencredit.settings.reader import Configuration

@@ -124,12 +124,7 @@ def style(number: int, group: RunGroup) -> dict[str, Any]:
     """Colour and dash of a group."""
     dash = list(DASHES)[number // len(COLOURS) % len(DASHES)]
     strokes = " ".join(map(str, DASHES[dash]))
-    return {
-        "label": visible(group.label),
-        "colour": COLOURS[number % len(COLOURS)],
-        "dash": dash,
-        "strokes": strokes,
-    }
+    return {"label": visible(group.label), "colour": COLOURS[number % len(COLOURS)], "dash": dash, "strokes": strokes}
 
 
 def curve_data(line: Curve) -> dict[str, Any]:
