@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from tokencredit.distributed.job import Job, first_line, for_torchrun, text
+from tokencredit.distributed.job import Job, first_line, for_torchrun
 
 LEFT = b"left"
 """The beat of a process that has left the job."""
@@ -165,7 +165,7 @@ class Heartbeats:
         """True for the first process that reports why the job ends."""
         self._store.set(f"end/{self.job.rank}", reason)
         mine = json.dumps([self.job.rank, reason])
-        return text(self._store.compare_set("verdict", "", mine)) == mine
+        return self._store.compare_set("verdict", "", mine).decode() == mine
 
     def _end(self, reason: str, *, report: bool) -> None:
         """End this process, whose main thread may be blocked forever."""

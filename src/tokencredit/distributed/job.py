@@ -85,7 +85,7 @@ class Job:
         self.remembers = _kept()
         name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # of `--rdzv_id`; "none" is torchrun's default
         own = None if name == "none" else name
-        self.id = text(self.memory.compare_set("job", "", token_hex(8))) if self.remembers else own
+        self.id = self.memory.compare_set("job", "", token_hex(8)).decode() if self.remembers else own
         self.starts = int(self.memory.get("starts"))
 
     def _connection(self, *, host: bool) -> TCPStore:
@@ -101,12 +101,12 @@ class Job:
         mine = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": token_hex(8)})
         self.memory.set(f"here/{self.rank}", mine)
         here = [f"here/{rank}" for rank in range(self.count)]
-        previous = text(self.memory.get("list")) if self.rank == 0 and self.memory.check(["list"]) else None
+        previous = self.memory.get("list").decode() if self.rank == 0 and self.memory.check(["list"]) else None
         start, tokens = "", [""] * self.count
         end = time.monotonic() + self.timeout + (SPARE if self.rank else 0.0)
         while time.monotonic() < end:
             if self.rank == 0 and self.memory.check(here):
-                now = [text(value) for value in self.memory.multi_get(here)]
+                now = [value.decode() for value in self.memory.multi_get(here)]
                 if now != tokens:
                     start, tokens = token_hex(8), now
                     self.memory.set("list", json.dumps({"start": start, "members": tokens}))
@@ -178,11 +178,11 @@ class Job:
 
     def remember(self, key: str, value: str) -> str:
         """The value that a process of this job, in any start, was first to remember under this key."""
-        return text(self.memory.compare_set(key, "", value))
+        return self.memory.compare_set(key, "", value).decode()
 
     def recall(self, key: str) -> str | None:
         """The value remembered under a key, if any."""
-        return text(self.memory.get(key)) if self.memory.check([key]) else None
+        return self.memory.get(key).decode() if self.memory.check([key]) else None
 
     def sign_off(self, reason: str) -> None:
         """Record a clean exit and its reason."""
@@ -217,11 +217,6 @@ class Job:
 def members(listed: list[str]) -> list[Member]:
     """The processes of a list that process 0 wrote."""
     return [Member(rank, entry["host"], entry["pid"]) for rank, entry in enumerate(map(json.loads, listed))]
-
-
-def text(value: bytes) -> str:
-    """A value of the store as a text."""
-    return value.decode()
 
 
 def first_line(error: BaseException) -> str:
