@@ -192,8 +192,7 @@ class NormalizeAllObservations(NormalizeObservation):
         """Normalise a step's observations, `[copies, size]`, after an update of the statistics with all copies'."""
         self.obs_rms.update(self.gather(observations))  # type: ignore[no-untyped-call]
         deviation = np.sqrt(self.obs_rms.var + self.epsilon)
-        normalized: np.ndarray = ((observations - self.obs_rms.mean) / deviation).astype(np.float32)
-        return normalized
+        return ((observations - self.obs_rms.mean) / deviation).astype(np.float32)
 
 
 class AgreedSteps(VectorWrapper):
@@ -217,5 +216,4 @@ class AgreedSteps(VectorWrapper):
 
 def gather_copies(processes: Processes, rows: np.ndarray) -> np.ndarray:
     """A step's rows of all copies from those of this process's, in the order of the copies."""
-    gathered: np.ndarray = processes.gather(torch.from_numpy(np.ascontiguousarray(rows))).numpy()
-    return gathered
+    return processes.gather(torch.from_numpy(np.ascontiguousarray(rows))).numpy()

@@ -165,15 +165,13 @@ def histogram_loss(logits: Tensor, returns: Tensor, edges: Tensor) -> Tensor:
     require_shape("returns", returns, logits.shape[:-1])
     require_shape("edges", edges, (logits.shape[-1] + 1,))
     mass = smoothed_histogram(returns.detach(), edges)
-    loss: Tensor = -(mass * at_least_float32(logits).log_softmax(-1)).sum(-1)
-    return loss
+    return -(mass * at_least_float32(logits).log_softmax(-1)).sum(-1)
 
 
 def histogram_values(logits: Tensor, edges: Tensor) -> Tensor:
     """Mean of each histogram, Σ_b p_b · centre_b `[...]`, with p = softmax(logits), `[..., bins]`."""
     require_tensors(logits=logits, edges=edges)
-    values: Tensor = at_least_float32(logits).softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
-    return values
+    return at_least_float32(logits).softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
 
 
 def reduction_count(mask: Tensor, by: str = "token", horizon: int | None = None) -> Tensor:
