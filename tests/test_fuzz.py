@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from helpers.episodes import episode
 from helpers.files import sign
 from helpers.proofs import proofs
+from tokencredit.audit.verdict import CRITIC
 from tokencredit.cli import main
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import column_names
 from tokencredit.report.page import write_report
-from tokencredit.report.reading import OF_CRITIC as CRITIC
 from tokencredit.report.reading import REPORT, read_run
 from tokencredit.runs.diagnosis import diagnose
 from tokencredit.runs.jsonl import TRUTH

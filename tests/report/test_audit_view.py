@@ -14,6 +14,7 @@ from selenium.webdriver.support.select import Select
 
 from helpers.browser import draw_all
 from helpers.files import data_of
+from tokencredit.audit.verdict import CRITIC
 from tokencredit.report import audit_view, notebook, page
 from tokencredit.report.reading import read_run
 from tokencredit.report.story import next_step
@@ -189,7 +190,7 @@ def test_the_tables_are_those_of_the_numbers(run):
     assert found["estimators"][0][1].startswith(f"{round(first['value'], 2) + 0:.2f}")
     assert [row[1] for row in found["critic"]] == [
         f"{round(critic[key]['value'], 2) + 0:.2f}" if critic[key]["value"] is not None else "not known"
-        for key in audit_view.CRITIC
+        for key in CRITIC
     ]
     assert found["chart"]["reliability"] == critic["reliability"]
     text = page.render(run)

@@ -26,6 +26,21 @@ REAL = 0.5
 """Correlation below which little of the credit, a quarter, is real."""
 VARIED = 1.5
 """Ratio of two iterations' standard deviations of advantages from which one varies more."""
+CRITIC = {
+    "explained_variance": ("explained variance", "1 for a perfect critic, 0 for a constant, below 0 for a worse one"),
+    "rmse": ("root mean squared error", "in units of reward"),
+    "constant_rmse": ("RMSE of the best constant", "the standard deviation of the true values"),
+    "bias": ("bias", "mean of value minus true value, in units of reward"),
+    "slope": (
+        "slope",
+        "change of the true value per unit of value: 1 if calibrated, below 1 if differences are overstated",
+    ),
+    "spread": ("spread", "standard deviation of the values over that of the true values: near 0 for a flat critic"),
+    "ranking": ("ranking", "share of clearly different pairs of states that are ordered correctly; 0.5 is chance"),
+    "ranking_within": ("ranking within a row", "the same for two states of one completion or episode"),
+    "noise": ("noise", "share of sampling noise in the measured variance of true values, which is subtracted"),
+}
+"""Names of the critic's figures, and their meaning."""
 
 
 def unknown(credit: Mapping[str, Any]) -> bool:

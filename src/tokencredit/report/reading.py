@@ -9,7 +9,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, Literal
 
-from tokencredit.audit.verdict import audited_rows
+from tokencredit.audit.verdict import CRITIC, audited_rows
 from tokencredit.errors import ConfigError, importing
 from tokencredit.provenance.parts import Part
 from tokencredit.report.agent_episode import read_episode
@@ -75,11 +75,6 @@ OF_TOKENS = (*PER_TOKEN, "mask")
 """Fields of a record with one entry per token, the environment's in `mask` too."""
 OF_ESTIMATOR = ("correlation", "sign_agreement", "gain")
 """Figures of each estimator in an audit."""
-OF_CRITIC = (
-    *("explained_variance", "rmse", "constant_rmse", "bias", "slope", "spread", "noise"),
-    *("ranking", "ranking_within"),
-)
-"""Figures of the critic in an audit."""
 FIGURE = dict.fromkeys(("value", "low", "high"), KNOWN)
 AUDIT_FILE: dict[str, Form] = {
     "iteration": Leaf(lambda value: value is None or is_count(value), "the number of an iteration, or null"),
@@ -102,8 +97,8 @@ AUDIT_FILE: dict[str, Form] = {
     "metrics": {"*": NUMBER},
     "samples": [{}],
 }
-CRITIC: dict[str, Form] = {
-    **dict.fromkeys(OF_CRITIC, FIGURE),
+CRITIC_FILE: dict[str, Form] = {
+    **dict.fromkeys(CRITIC, FIGURE),
     "states": COUNT,
     "reliability": [dict.fromkeys(("predicted", "true", "low", "high", "states"), KNOWN)],
 }
@@ -295,7 +290,7 @@ def read_audit(file: Path) -> dict[str, Any] | None:
     audit = read_object(file, file.read_text(encoding="utf-8", errors="replace"))
     require(file, audit, AUDIT_FILE)
     if audit["critic"] is not None:
-        require(file, audit, {"critic": CRITIC})
+        require(file, audit, {"critic": CRITIC_FILE})
     if audit["credit"]["shown"] not in audit["credit"]["estimators"]:
         raise ConfigError(f"{file}: credit.shown is none of credit.estimators")
     if other := next((name for name in audit["metrics"] if not name.startswith("audit/")), None):
