@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tokencredit.control.agent import Agent
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
-from tokencredit.control.vector_environments import expected_warnings, make_envs, share_statistics, statistics
+from tokencredit.control.vector_environments import evaluation_envs, expected_warnings, make_envs, statistics
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
 
@@ -52,13 +52,8 @@ class Player:
             self._play(1, settings.videos, settings.greedy, seed, videos=folder, prefix=prefix)
 
     def _play(self, copies: int, count: int, greedy: bool, seed: int, **videos: Any) -> list[tuple[float, int]]:
-        options = {"stack": self.args.agent.observations(), "training": False} | videos
-        envs = make_envs(self.args.env, copies, self.args.advantage.gamma, **options)
-        try:
-            share_statistics(envs, self.training)
+        with evaluation_envs(self.args, copies, self.training, **videos) as envs:
             return play(envs, self.agent, count, greedy, seed, self.overdue)
-        finally:
-            envs.close()
 
 
 class EpisodesUnfinished(RunStopped):

@@ -20,7 +20,7 @@ from tokencredit.control.agent import Agent
 from tokencredit.control.agent_evaluation import EpisodesUnfinished, chosen, endless, no_display
 from tokencredit.control.agent_rollout import rollout_of
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
-from tokencredit.control.vector_environments import make_envs, scaled_rewards, share_statistics
+from tokencredit.control.vector_environments import evaluation_envs, scaled_rewards
 from tokencredit.errors import RunStopped
 from tokencredit.report.agent_episode import STEPS
 from tokencredit.report.notebook import drawn
@@ -128,28 +128,22 @@ def play_episode(
 
     def played(render: bool, film: Film) -> tuple[list[Tensor], list[Tensor], list[float], bool]:
         generator, rewards = torch.Generator().manual_seed(seed), list[float]()
-        options: dict[str, Any] = {"stack": config.agent.observations(), "training": False, "render": render}
-        with environment_errors():
-            envs = make_envs(config.env, 1, config.advantage.gamma, **options)
-            share_statistics(envs, training)
-            try:
-                observation, _ = envs.reset(seed=seed)
-                frames, actions, ended = [torch.tensor(observation)], list[Tensor](), False
-                while not ended:
-                    if overdue():
-                        raise EpisodesUnfinished("a signal came before its episode had ended")
-                    if len(rewards) >= MAX_REPLAY_STEPS:
-                        raise EpisodesUnfinished(endless())
-                    film.look(envs, len(rewards))
-                    actions.append(chosen(agent, frames[-1], greedy, generator))
-                    taken = agent.distribution.to_env(actions[-1].numpy())
-                    observation, reward, terminated, truncated, _ = envs.step(taken)
-                    rewards.append(float(reward[0]))
-                    frames.append(torch.tensor(observation))
-                    ended = bool(terminated[0] | truncated[0])
-                film.look(envs, len(rewards), last=True)
-            finally:
-                envs.close()
+        with environment_errors(), evaluation_envs(config, 1, training, render=render) as envs:
+            observation, _ = envs.reset(seed=seed)
+            frames, actions, ended = [torch.tensor(observation)], list[Tensor](), False
+            while not ended:
+                if overdue():
+                    raise EpisodesUnfinished("a signal came before its episode had ended")
+                if len(rewards) >= MAX_REPLAY_STEPS:
+                    raise EpisodesUnfinished(endless())
+                film.look(envs, len(rewards))
+                actions.append(chosen(agent, frames[-1], greedy, generator))
+                taken = agent.distribution.to_env(actions[-1].numpy())
+                observation, reward, terminated, truncated, _ = envs.step(taken)
+                rewards.append(float(reward[0]))
+                frames.append(torch.tensor(observation))
+                ended = bool(terminated[0] | truncated[0])
+            film.look(envs, len(rewards), last=True)
         return frames, actions, rewards, bool(terminated[0])
 
     film = Film()

@@ -40,7 +40,7 @@ from tokencredit.control.environment_wrappers import (
 )
 from tokencredit.distributed.processes import Processes, restored
 from tokencredit.errors import ConfigError
-from tokencredit.settings.control import EnvConfig
+from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.user_code.user_objects import described
 
 EXPECTED_WARNINGS = (
@@ -296,6 +296,17 @@ def share_statistics(envs: VectorEnv, source: VectorEnv) -> None:
         if isinstance(layer, NormalizeObservation):
             layer.obs_rms = statistics(source)["observations"]
             layer.update_running_mean = False
+
+
+@contextmanager
+def evaluation_envs(args: ControlConfig, number: int, training: VectorEnv, **options: Any) -> Iterator[VectorEnv]:
+    """Copies of a run's environment, closed at the end, with its training statistics, which they do not change."""
+    envs = make_envs(args.env, number, args.advantage.gamma, stack=args.agent.observations(), training=False, **options)
+    try:
+        share_statistics(envs, training)
+        yield envs
+    finally:
+        envs.close()
 
 
 def wrappers(envs: VectorEnv) -> Iterator[VectorEnv]:
