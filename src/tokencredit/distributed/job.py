@@ -68,11 +68,7 @@ class Job:
     """
 
     def __init__(self, timeout: float):
-        """Wait until all processes have joined.
-
-        Raises:
-            ProcessLost: one did not within `timeout` seconds; the message names it.
-        """
+        """Wait until all processes have joined; raises `ProcessLost` with one that has not within `timeout` seconds."""
         self.rank, self.count, self.timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         try:

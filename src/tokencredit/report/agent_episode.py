@@ -42,11 +42,7 @@ EPISODE_FILE: dict[str, Form] = {
 
 
 def read_episode(file: Path) -> dict[str, Any] | None:
-    """The episode in this file; None if the file does not exist.
-
-    Raises:
-        ConfigError: the file is invalid; the message names the key.
-    """
+    """The episode in this file, None without one; raises `ConfigError` with the key if it is invalid."""
     if not file.is_file():
         return None
     episode = read_object(file, file.read_text(encoding="utf-8", errors="replace"))

@@ -47,11 +47,7 @@ DECIMALS = 4
 
 
 def write_report(folder: Path) -> Path:
-    """Write `report.html` into a run's folder, and return its path.
-
-    Raises:
-        ConfigError: it is not a run's folder, or a file in it is invalid.
-    """
+    """Write `report.html` into a run's folder; returns its path. Raises `ConfigError` for an invalid folder or file."""
     run, target = read_run(folder), RunFolder(str(folder))
     target.require_writable()
     target.write(REPORT, render(run))

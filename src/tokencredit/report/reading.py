@@ -280,11 +280,7 @@ def chosen(iterations: Sequence[int]) -> set[int]:
 
 
 def read_audit(file: Path) -> dict[str, Any] | None:
-    """The audit in this file; None if the file does not exist.
-
-    Raises:
-        ConfigError: the file is invalid; the message names the key.
-    """
+    """The audit in this file, None without one; raises `ConfigError` with the key if it is invalid."""
     if not file.is_file():
         return None
     audit = read_object(file, file.read_text(encoding="utf-8", errors="replace"))

@@ -19,11 +19,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 def fill(template: str, **values: Any) -> str:
-    """A self-contained page from a template.
-
-    Raises:
-        NotInstalled: the template has Plotly's charts, and Plotly is missing.
-    """
+    """A self-contained page from a template; raises `NotInstalled` if it has charts, and Plotly is missing."""
     return _pages().get_template(template).render(**values)
 
 
@@ -39,11 +35,7 @@ def _pages() -> Environment:
 
 
 def plotly() -> str:
-    """Plotly's script, of 5 MB, to be part of a page.
-
-    Raises:
-        NotInstalled: it is missing.
-    """
+    """Plotly's script, of 5 MB, to be part of a page; raises `NotInstalled` without it."""
     try:
         return (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     except (ImportError, OSError) as error:

@@ -173,11 +173,7 @@ class RunFolder:
         self.write(name, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Append a line of JSON per record: all lines, or none if the disk is full.
-
-        Raises:
-            OSError: the disk is too full, the reserve included.
-        """
+        """Append a line of JSON per record, all or none; raises `OSError` if the disk is full, the reserve included."""
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
         self.make_room(name, len(lines))
         append(self.path / name, lines)
@@ -349,11 +345,7 @@ def read_parts(run: Path) -> dict[str, Part]:
 
 
 def read_choices(run: Path) -> dict[str, Any]:
-    """A run's choices for settings that may be `auto`, by key; empty if there is no run yet.
-
-    Raises:
-        ConfigError: the file is invalid.
-    """
+    """A run's choices for settings that may be `auto`, by key; raises `ConfigError` if the file is invalid."""
     file = run / CHOICES
     choices = read_object(file, file.read_bytes()) if file.is_file() else {}
     for key, hint in AUTO_SETTINGS.items():

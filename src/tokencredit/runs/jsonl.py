@@ -178,11 +178,7 @@ def scored_anew(changes: Sequence[tuple[int, str]], keys: tuple[str, ...] = SCOR
 
 
 def read_samples(file: Path, iterations: Collection[int]) -> list[dict[str, Any]]:
-    """Completions of these iterations in samples.jsonl.
-
-    Raises:
-        ConfigError: a line is not a completion; the message names it.
-    """
+    """Completions of these iterations in samples.jsonl; raises `ConfigError` with a line that is not one."""
 
     def skip(line: bytes) -> bool:
         match = FIRST_NUMBER.match(line)

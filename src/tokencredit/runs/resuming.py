@@ -196,11 +196,7 @@ def changes_since(
 
 
 def allowed_changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """As `changes`, for a run that is resumed.
-
-    Raises:
-        ConfigError: a setting has changed that a resumed run cannot change.
-    """
+    """As `changes`, for a run that is resumed; raises `ConfigError` for a setting that it cannot change."""
     changed = changes(file, config)
     for key, (before, now) in changed.items():
         if key not in FREE and any(f"{key}.".startswith(f"{group}.") for group in FIXED):

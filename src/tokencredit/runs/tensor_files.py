@@ -30,11 +30,7 @@ class DamagedTensors(ValueError):
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], processes: Processes) -> None:
-    """Write tensors by name into a new folder; all processes call it with the same names.
-
-    Raises:
-        OSError: a file could not be written, in any process.
-    """
+    """Write tensors by name into a new folder; all processes call it alike, and raise the `OSError` of any."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
