@@ -264,7 +264,9 @@ def group_relative(
         ValueError: `group_size` is below 2 or does not divide the batch; and as `uniform`.
     """
     scores = _scores(rewards, where)
-    groups = _groups(scores, group_size)
+    if group_size < 2 or scores.numel() % group_size:
+        raise ValueError(f"group_size is {group_size}; it must be at least 2 and divide the batch of {scores.numel()}")
+    groups = scores.view(-1, group_size)
     mean = groups.mean(dim=-1, keepdim=True)
     credit = groups - mean
     if scale:
@@ -281,10 +283,8 @@ def leave_one_out(rewards: Tensor, *, group_size: int, **where: Unpack[EpisodeBo
 
     Arguments, results and errors as in `group_relative`.
     """
-    scores = _scores(rewards, where)
-    groups = _groups(scores, group_size)
-    credit = (groups - groups.mean(dim=-1, keepdim=True)) * (group_size / (group_size - 1))
-    return _broadcast(credit.flatten(), where, rewards), _broadcast(scores, where, rewards)
+    advantages, scores = group_relative(rewards, group_size=group_size, scale=False, **where)
+    return advantages * (group_size / (group_size - 1)), scores
 
 
 def _lambda_returns(steps: Steps, gamma: float, lam: float | Tensor) -> Tensor:
@@ -314,12 +314,6 @@ def _scores(rewards: Tensor, where: EpisodeBounds) -> Tensor:
     """The sum of each row's rewards, [batch]; the bootstrap is ignored."""
     bounds = where if where.get("truncated") is None else EpisodeBounds(**{**where, "bootstrap": None})
     return prepare_steps(rewards, None, **bounds, one_episode=True).rewards.sum(dim=-1)
-
-
-def _groups(scores: Tensor, group_size: int) -> Tensor:
-    if group_size < 2 or scores.numel() % group_size:
-        raise ValueError(f"group_size is {group_size}; it must be at least 2 and divide the batch of {scores.numel()}")
-    return scores.view(-1, group_size)
 
 
 def _broadcast(credit: Tensor, where: EpisodeBounds, like: Tensor) -> Tensor:
