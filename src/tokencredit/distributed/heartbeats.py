@@ -82,6 +82,7 @@ class Heartbeats:
     def __init__(self, job: Job):
         """Start beating."""
         self.job = job
+        self._limit, self._place = f"{job.timeout:g} seconds (run.timeout)", f"the job's store at {job.address}"
         self.note: Callable[[str], None] | None = None
         """Called with the reason if the job ends."""
         self.pause = min(max(job.timeout / 20, MIN_PAUSE), MAX_PAUSE)
@@ -119,7 +120,7 @@ class Heartbeats:
                 elif self._store.check(["verdict"]):
                     self._end(json.loads(self._store.get("verdict"))[1], report=False)
             except DistError as error:
-                self._end(f"{self._place()} is gone: {first_line(error)}", report=True)
+                self._end(f"{self._place} is gone: {first_line(error)}", report=True)
                 return
             with self._lock:
                 self._answered = time.monotonic()
@@ -142,24 +143,18 @@ class Heartbeats:
                 self._problem = self._problem or self._message(*self._beats.hanging(collectives(), now))
                 gone = now - self._answered > self.job.timeout
             if gone:
-                reason = f"gave no answer for {self._limit()}: its machine, or the link to it, is gone"
-                self._end(f"{self._place()} {reason}", report=True)
+                reason = f"gave no answer for {self._limit}: its machine, or the link to it, is gone"
+                self._end(f"{self._place} {reason}", report=True)
 
     def _message(self, silent: list[int], late: list[int]) -> str | None:
         """A message that names the processes that hang, if any."""
         names = ", ".join(str(self.job.members[rank]) for rank in silent or late)
         if silent:
-            return f"{names} gave no sign of life for {self._limit()}: stopped, or its machine is gone"
+            return f"{names} gave no sign of life for {self._limit}: stopped, or its machine is gone"
         if late:
             work = "a reward call that does not end, or in work of one process alone"
-            return f"{names} kept the others waiting for {self._limit()}, as in {work}"
+            return f"{names} kept the others waiting for {self._limit}, as in {work}"
         return None
-
-    def _limit(self) -> str:
-        return f"{self.job.timeout:g} seconds (run.timeout)"
-
-    def _place(self) -> str:
-        return f"the job's store at {self.job.address}"
 
     def _claim(self, reason: str) -> bool:
         """True for the first process that reports why the job ends."""
