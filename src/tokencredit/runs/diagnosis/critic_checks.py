@@ -6,7 +6,7 @@ Those of audits test the bound of an interval, not its middle, so that chance gi
 from __future__ import annotations
 
 from tokencredit.audit.verdict import NOISY
-from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
+from tokencredit.runs.diagnosis.evidence import SETTLED, Checks, Evidence, Finding
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.parts import is_own, label_of
 from tokencredit.settings.run_kind import CONTROL
@@ -194,7 +194,7 @@ def lam_high(run: Evidence) -> Finding | None:
     )
 
 
-CRITIC_CHECKS: tuple[tuple[int, Check, str], ...] = (
+CRITIC_CHECKS: Checks = (
     (50, explained_variance, "docs/algorithms.md#normalisation"),
     (32, critic_lags, "docs/control.md#from-reinforce-to-ppo"),
     (52, pretraining, "docs/algorithms.md#value-pretraining"),
@@ -203,4 +203,3 @@ CRITIC_CHECKS: tuple[tuple[int, Check, str], ...] = (
     (54, lam_low, "docs/audit.md#the-diagnosis"),
     (28, lam_high, "docs/audit.md#the-diagnosis"),
 )
-"""Each check, the weight of its finding, and the section that explains it."""

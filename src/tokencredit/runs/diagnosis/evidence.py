@@ -158,4 +158,5 @@ class Evidence:
         return self.gain() >= gain
 
 
-Check = Callable[[Evidence], Finding | None]
+Checks = tuple[tuple[int, Callable[[Evidence], Finding | None], str], ...]
+"""Checks, each after the weight of its finding and before the section that explains it."""

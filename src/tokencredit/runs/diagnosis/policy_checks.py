@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
+from tokencredit.runs.diagnosis.evidence import SETTLED, Checks, Evidence, Finding
 from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import WINDOW
 from tokencredit.settings.run_kind import CONTROL
@@ -308,7 +308,7 @@ def still_warming(run: Evidence) -> Finding | None:
     )
 
 
-POLICY_CHECKS: tuple[tuple[int, Check, str], ...] = (
+POLICY_CHECKS: Checks = (
     (100, mismatch, "docs/algorithms.md#rounding"),
     (83, engine_mismatch, "docs/algorithms.md#corrections-in-a-run"),
     (82, stale_samples, "docs/engines.md#training-while-sampling"),
@@ -324,4 +324,3 @@ POLICY_CHECKS: tuple[tuple[int, Check, str], ...] = (
     (32, truncated_support, "docs/algorithms.md#corrections-in-a-run"),
     (45, still_warming, "docs/algorithms.md#steering-a-run"),
 )
-"""Each check, the weight of its finding, and the section that explains it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokencredit.runs.diagnosis.evidence import SETTLED, Check, Evidence, Finding
+from tokencredit.runs.diagnosis.evidence import SETTLED, Checks, Evidence, Finding
 from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import WINDOW
 
@@ -260,7 +260,7 @@ def observations_cut(run: Evidence) -> Finding | None:
     )
 
 
-REWARD_CHECKS: tuple[tuple[int, Check, str], ...] = (
+REWARD_CHECKS: Checks = (
     (80, constant_term, "docs/rewards.md#in-the-metrics"),
     (35, dominant_term, "docs/rewards.md#in-the-metrics"),
     (61, equal_scores, "docs/algorithms.md#advantages-without-a-critic"),
@@ -273,4 +273,3 @@ REWARD_CHECKS: tuple[tuple[int, Check, str], ...] = (
     (46, no_room, "docs/turns.md#how-an-episode-ends"),
     (33, observations_cut, "docs/turns.md#the-rollout"),
 )
-"""Each check, the weight of its finding, and the section that explains it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokencredit.runs.diagnosis.evidence import LEARNS, SETTLED, Check, Evidence, Finding
+from tokencredit.runs.diagnosis.evidence import LEARNS, SETTLED, Checks, Evidence, Finding
 from tokencredit.runs.summary import WINDOW, shortened
 from tokencredit.runs.transcript import phrase_shares
 
@@ -157,7 +157,7 @@ def _hollow(sample: Mapping[str, Any]) -> bool:
     return not sample["completion"].strip() or (len(tokens) >= REPETITIVE and len(set(tokens)) <= len(tokens) / 3)
 
 
-TEXT_CHECKS: tuple[tuple[int, Check, str], ...] = (
+TEXT_CHECKS: Checks = (
     (86, hollow_score, "docs/report.md#reward-hacking"),
     (85, degenerate, "docs/report.md#reward-hacking"),
     (57, phrase_spreads, "docs/report.md#reward-hacking"),
@@ -165,4 +165,3 @@ TEXT_CHECKS: tuple[tuple[int, Check, str], ...] = (
     (41, stop_unused, "docs/training.md#settings"),
     (40, truncated, "docs/algorithms.md#rewards"),
 )
-"""Each check, the weight of its finding, and the section that explains it."""
