@@ -43,11 +43,6 @@ class Estimator(NamedTuple):
         settings, inputs = (tuple(key for key in keys if key in named) for keys in (SETTINGS, INPUTS))
         return cls(critic, settings, "group_size" in named, "baseline" in named, inputs)
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Keyword arguments of its function other than tensors."""
-        return self.settings + ("group_size",) * self.group + ("baseline",) * self.baseline
-
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Parameters by name, without those that a `partial` fixes."""
