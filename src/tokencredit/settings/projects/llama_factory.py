@@ -83,7 +83,7 @@ LLAMA_FACTORY = Project(
         "rollout.batch_size": (f"{BATCH} ppo_buffer_size", product),
         "run.iterations": (
             "max_steps num_train_epochs rows =rollout.batch_size",
-            lambda steps, epochs, rows, batch: steps if steps and steps > 0 else iterations(None, epochs, rows, batch),
+            lambda steps, *epochs: steps if steps and steps > 0 else iterations(*epochs),
         ),
         "reward": (
             "reward_model reward_model_type",

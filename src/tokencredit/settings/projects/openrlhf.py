@@ -196,7 +196,7 @@ OPENRLHF = Project(
         "critic.kind": ("algo.advantage.estimator", lambda name: "separate" if name == "gae" else "none"),
         "advantage.scale": ("algo.advantage.estimator", lambda name: False if name in UNSCALED else DEFAULT),
         "advantage.whiten": ("algo.advantage.estimator algo.advantage.no_std_norm", whiten),
-        "ppo.minibatches": ("=rollout.batch_size train.batch_size", lambda batch, mini: number(batch / mini)),
+        "ppo.minibatches": ("=rollout.batch_size train.batch_size", number),
         "ppo.micro_batch_tokens": (
             "train.dynamic_batch_enable train.max_tokens_per_gpu train.micro_batch_size rollout.micro_batch_size",
             lambda on, tokens, rows, _: tokens if on and tokens else rows_per_pass(rows),
@@ -208,10 +208,7 @@ OPENRLHF = Project(
             "algo.kl.target algo.kl.horizon",
             lambda kl, _: Without(f"{kl} per token there; kl.target is per sequence") if kl else DEFAULT,
         ),
-        "run.iterations": (
-            "train.num_episodes rows rollout.batch_size",
-            lambda epochs, rows, batch: iterations(None, epochs, rows, batch),
-        ),
+        "run.iterations": ("train.num_episodes rows rollout.batch_size", iterations),
         "optim.warmup": ("actor.lr_warmup_ratio =run.iterations actor.lr_scheduler", lambda *x: warmup(0, *x)),
         "run.shard": ("ds.zero_stage", lambda stage: "full" if stage == 3 else DEFAULT),
         "run.trackers": (

@@ -104,11 +104,6 @@ TRAINING_ARGUMENTS = {
 GRPO = {
     "reward": "reward_weights",
     "rollout.per_prompt": "num_generations",
-    "rollout.max_new_tokens": "max_completion_length",
-    "kl.coef": "beta",
-    "ppo.epochs": "num_iterations",
-    "ppo.minibatches": "steps_per_generation",
-    "ppo.clip": "epsilon",
     "ppo.clip_high": "epsilon_high",
     "ppo.dual_clip": "delta",
     "ppo.mask_truncated": "mask_truncated_completions",
@@ -135,7 +130,7 @@ GRPO = {
     "none (the reference stays as it is)": "sync_ref_model",
     "none (see ppo.micro_batch_tokens)": "use_liger_kernel",
 }
-"""Names of GRPOConfig and GRPOTrainer."""
+"""Names of GRPOConfig and GRPOTrainer, but for those that stand beside one of PPOConfig's below."""
 OTHER_VALUES = "advantage.scale env.max_turns off_policy.bounds ppo.loss ppo.reduction rollout.server"
 """Keys whose values GRPO writes otherwise."""
 MODEL = {
@@ -215,7 +210,7 @@ TRL = Project(
         ),
         "run.iterations": (
             "num_total_batches total_episodes num_train_epochs rows max_steps =rollout.batch_size",
-            lambda batches, total, epochs, rows, _, batch: batches or iterations(total, epochs, rows, batch),
+            lambda batches, total, epochs, rows, _, batch: batches or iterations(epochs, rows, batch, total),
         ),
         "rollout.stop_at_eos": ("stop_token stop_token_id", lambda token, _: token == "eos"),
         "rollout.stop": (
@@ -318,9 +313,9 @@ OLD_TRL = Project(
         "rollout.batch_size": ("batch_size world_size", product),
         "ppo.minibatches": (
             "batch_size mini_batch_size forward_batch_size gradient_accumulation_steps",
-            lambda batch, mini, forward, steps: number(batch / ((forward or mini) * (steps or 1))),
+            lambda batch, mini, forward, steps: number(batch, (forward or mini) * (steps or 1)),
         ),
-        "run.iterations": ("steps =rollout.batch_size", lambda steps, batch: number(steps / batch)),
+        "run.iterations": ("steps =rollout.batch_size", number),
         "kl.target": ("adap_kl_ctrl target", lambda adaptive, target: target if adaptive else None),
         "kl.horizon": ("adap_kl_ctrl horizon", lambda adaptive, horizon: horizon if adaptive else DEFAULT),
         "ppo.target_kl": ("early_stopping target_kl", lambda stop, kl: 1.5 * kl if stop else None),

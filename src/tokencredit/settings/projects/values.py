@@ -43,17 +43,15 @@ def product(*values: Any) -> int:
     return math.prod(int(value) for value in values if value is not None)
 
 
-def number(value: Any) -> Any:
-    """The number of minibatches, updates or tokens that a quotient gives, at least 1."""
-    return max(1, math.ceil(value))
+def number(whole: Any, part: Any) -> Any:
+    """The number of minibatches or iterations of size `part`, at least 1."""
+    return max(1, math.ceil(whole / part))
 
 
-def iterations(total: Any, epochs: Any, rows: Any, batch: Any) -> Any:
-    """Iterations of a total of completions, or of epochs over prompts."""
-    if total:
-        return number(total / batch)
-    if rows:
-        return number(epochs * rows / batch)
+def iterations(epochs: Any, rows: Any, batch: Any, total: Any = None) -> Any:
+    """Iterations of epochs over prompts, or of a total of completions."""
+    if total or rows:
+        return number(total or epochs * rows, batch)
     times = "once" if epochs == 1 else f"{epochs:g} times"
     return Without(f"{times} through the prompts, {batch} per iteration; give migrate their number with --rows")
 

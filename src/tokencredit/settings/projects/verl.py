@@ -177,10 +177,7 @@ VERL = Project(
         ),
         "rollout.batch_size": ("data.train_batch_size actor_rollout_ref.rollout.n", product),
         "rollout.stop_at_eos": ("actor_rollout_ref.rollout.ignore_eos", lambda ignore: not ignore),
-        "ppo.minibatches": (
-            "data.train_batch_size actor.ppo_mini_batch_size",
-            lambda batch, mini: number(batch / mini),
-        ),
+        "ppo.minibatches": ("data.train_batch_size actor.ppo_mini_batch_size", number),
         "ppo.clip": ("actor.clip_ratio_low actor.clip_ratio", clip),
         "ppo.clip_high": ("actor.clip_ratio_high actor.clip_ratio", clip),
         "ppo.micro_batch_tokens": (
@@ -189,16 +186,13 @@ VERL = Project(
         ),
         "run.iterations": (
             "trainer.total_training_steps trainer.total_epochs rows data.train_batch_size",
-            lambda steps, epochs, rows, batch: steps or iterations(None, epochs, rows, batch),
+            lambda steps, *epochs: steps or iterations(*epochs),
         ),
         "kl.place": (KL_NAMES, kl_place),
         "kl.coef": (f"{KL_NAMES} algorithm.kl_ctrl.kl_coef actor.kl_loss_coef", kl_coef),
         "kl.estimator": (f"{KL_NAMES} algorithm.kl_penalty actor.kl_loss_type", kl_estimator),
         "kl.target": ("algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon", kl_target),
-        "optim.warmup": (
-            "actor.optim.lr_warmup_steps actor.optim.lr_warmup_steps_ratio =run.iterations",
-            warmup,
-        ),
+        "optim.warmup": ("actor.optim.lr_warmup_steps actor.optim.lr_warmup_steps_ratio =run.iterations", warmup),
         "reward": (
             "custom_reward_function.path custom_reward_function.name reward_model.enable reward_model.model.path",
             own_reward,
