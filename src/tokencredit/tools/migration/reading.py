@@ -122,12 +122,10 @@ def unresolved(value: Any) -> bool:
 
 def trl_version(names: Mapping[str, Any], text: str = "") -> Project | None:
     """TRL's table with most of the names; None if neither has any."""
-    counts = {project.title: sum(bool(project.name_of(name)) for name in names) for project in (TRL, OLD_TRL)}
-    old = len([name for name in names if OLD_TRL.name_of(name) and not TRL.name_of(name)])
-    new = len([name for name in names if TRL.name_of(name) and not OLD_TRL.name_of(name)])
-    if not any(counts.values()):
+    old, new = ({name for name in names if project.name_of(name)} for project in (OLD_TRL, TRL))
+    if not old | new:
         return None
-    return OLD_TRL if (old, "ValueHead" in text or ".step(" in text) > (new, False) else TRL
+    return OLD_TRL if (len(old - new), "ValueHead" in text or ".step(" in text) > (len(new - old), False) else TRL
 
 
 def shell_source(text: str, file: Path) -> Source | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tokencredit.runs.untrusted import visible
 from tokencredit.settings.fields import check_value, settings_of, unused
 from tokencredit.settings.foreign_names import misspelt
 from tokencredit.settings.model import ModelConfig
-from tokencredit.settings.projects.translation import Project, translate
+from tokencredit.settings.projects.translation import Project, Translation, translate
 from tokencredit.settings.reader import Dumper, read_yaml
 from tokencredit.settings.text import PPOConfig
 
@@ -36,27 +36,19 @@ OPEN: dict[str, Any] = {
 """Values of keys that are left to the user, which no run takes: the defaults would train something else."""
 
 
-@dataclass
-class Migrated:
-    """A configuration that loads, and what is said of the rest.
+@dataclass(kw_only=True)
+class Migrated(Translation):
+    """A translation whose settings load, and what is said of the rest.
 
     Attributes:
         title: the project.
-        settings: values by dotted key.
-        origins: the comments, by the same keys.
-        left: by key, the reason that a value is left to the user.
-        unused: by key, the reason that a value would have no effect here.
         notes: remarks on what was not read.
-        without: by their name, the reason that there is no counterpart here.
+        unused: by key, the reason that a value would have no effect here.
     """
 
     title: str
-    settings: dict[str, Any]
-    origins: dict[str, str]
-    left: dict[str, str]
-    unused: dict[str, str]
     notes: list[str]
-    without: dict[str, str]
+    unused: dict[str, str] = field(default_factory=dict)
 
     def text(self, names: str) -> str:
         """The YAML file."""
@@ -75,7 +67,7 @@ class Migrated:
         for name, reason in self.without.items():
             reasons.setdefault(reason, []).append(name)
         sections = {
-            "Left to you": self.left,
+            "Left to you": self.undecided,
             "Without effect here": self.unused,
             "Not read": dict.fromkeys(self.notes, ""),
             "Without counterpart": {", ".join(own): reason for reason, own in reasons.items()},
@@ -89,7 +81,7 @@ class Migrated:
         """The lines for the terminal."""
         own = sum(map(_own, self.origins.values()))
         lines = [f"{names}: {self.title}, {len(self.settings)} settings, {own} of them its defaults"]
-        lines += [f"  left to you: {key}: {reason}" for key, reason in self.left.items()]
+        lines += [f"  left to you: {key}: {reason}" for key, reason in self.undecided.items()]
         lines += [f"  without effect here: {key} {reason}" for key, reason in self.unused.items()]
         lines += [f"  not read: {note}" for note in self.notes]
         listed = ", ".join(list(self.without)[:MAX_LISTED])
@@ -100,7 +92,7 @@ class Migrated:
     def leave(self, key: str, reason: str) -> None:
         """Leave a setting to the user."""
         value, origin = self.settings.pop(key), self.origins.pop(key)
-        self.left[key] = reason if str(value) in reason else f"{reason} ({origin})"
+        self.undecided[key] = reason if str(value) in reason else f"{reason} ({origin})"
 
     def drop_unused(self) -> None:
         """Leave out settings that have no effect with the others, which a configuration refuses."""
@@ -117,7 +109,7 @@ class Migrated:
 def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Migrated:
     """A configuration that loads, of a project's settings; values that are refused here are left to the user."""
     found = translate(project, {**given, "num_labels": None})
-    made = Migrated(project.title, found.settings, found.origins, found.undecided, {}, notes, found.without)
+    made = Migrated(**vars(found), title=project.title, notes=notes)
     settings, known = made.settings, settings_of(PPOConfig)
     for key in list(settings):
         try:
@@ -141,13 +133,13 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
         made.drop_unused()
     for key, reason in NEEDED.items():
         if key not in settings:
-            made.left.setdefault(key, reason)
-    for key in OPEN.keys() & made.left.keys():
+            made.undecided.setdefault(key, reason)
+    for key in OPEN.keys() & made.undecided.keys():
         settings[key], made.origins[key] = OPEN[key], "left to you"
     _choose_labels(made, given.get("num_labels"))
     for key, value in settings.items():
         if re.search(r"\$[\w({]|`", str(value)):
-            made.left[key] = f"the shell sets a part of {value}; write what it is"
+            made.undecided[key] = f"the shell sets a part of {value}; write what it is"
     for name in [name for name, reason in made.without.items() if not reason]:
         near = _near(project, name)
         made.notes += [f"{name} is not known; did you mean {near}?"] * bool(near)
@@ -188,7 +180,9 @@ def _choose_labels(made: Migrated, count: Any) -> None:
             options = {key: value for key, value in term.items() if key not in ("classifier", "reward_model")}
             made.settings["reward"][number] = {"classifier": name, "label": labels[-1]} | options
             made.origins["reward"] += f"; a classifier of {listed}"
-            made.left[f"reward[{number}].label"] = f"the last of {listed} is written; name the one that is rewarded"
+            made.undecided[f"reward[{number}].label"] = (
+                f"the last of {listed} is written; name the one that is rewarded"
+            )
 
 
 def _labels_of(name: str) -> list[str]:
