@@ -24,6 +24,7 @@ from tokencredit.text.rewards.terms import build_terms
 from tokencredit.tools.inspect.parts import read_parts
 from tokencredit.tools.inspect.question import Text, refuse_overlap, token_ids
 from tokencredit.tools.inspect.readings import ModelPair, compare, rounded
+from tokencredit.tools.scoring_options import SamplingOptions
 from tokencredit.tools.trained_policy import Policy
 
 SAMPLES = 8
@@ -100,9 +101,8 @@ def inspect_run(
 
 def _sample(policy: Policy, config: PPOConfig, prompt: str | None, seed: int) -> Batch:
     """Prompts and their completions, sampled as in the run."""
-    own = config.rollout
-    longest = min(own.max_new_tokens, LONGEST)
-    sampling = replace(own, max_new_tokens=longest, min_new_tokens=min(own.min_new_tokens, longest))
+    longest = min(config.rollout.max_new_tokens, LONGEST)
+    sampling = SamplingOptions(max_new_tokens=longest).sampling(config.rollout)
     prompts = policy.prompts(prompt, SAMPLES, longest)
     uniforms = torch.rand(SAMPLES, longest, generator=torch.Generator().manual_seed(seed))
     return policy.pipeline.sample(prompts, sampling, uniforms)

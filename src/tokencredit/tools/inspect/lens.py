@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from tokencredit.text.models.architecture import layers_of
 from tokencredit.text.models.critic import Critic
 from tokencredit.tools.inspect.parts import Parts, final_norm
 from tokencredit.tools.inspect.question import Question
-from tokencredit.tools.inspect.recording import Record, hooks, on_input, on_output, run_trunk
+from tokencredit.tools.inspect.recording import Record, on_input, on_output, run_trunk
 
 
 class Lens(NamedTuple):
@@ -77,22 +77,12 @@ def critic_lens(critic: Critic, trunk: PreTrainedModel, ids: Tensor) -> Tensor:
         states.append(x[0])
         return x
 
-    with hooks() as handles:
-        handles.append(on_input(layers[0], keep))
-        handles += [on_output(layer, keep) for layer in layers]
+    with ExitStack() as hooks:
+        hooks.enter_context(on_input(layers[0], keep))
+        for layer in layers:
+            hooks.enter_context(on_output(layer, keep))
         run_trunk(trunk, ids[None])
     return torch.stack([critic(norm(x) if critic.tap is None else x) for x in states])
-
-
-@contextmanager
-def eager(parts: Parts) -> Iterator[None]:
-    """A context in which the model computes attention by matrix products, so that its weights can be read."""
-    before = parts.lm.config._attn_implementation
-    parts.lm.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        parts.lm.set_attn_implementation(before)
 
 
 @torch.no_grad()
@@ -106,8 +96,12 @@ def attention_from(parts: Parts, ids: Tensor, position: int) -> Tensor | None:
     def keep(_module: nn.Module, _args: Any, output: Any) -> None:
         rows.append(output[1] if isinstance(output, tuple) and len(output) > 1 else None)
 
-    with eager(parts), hooks() as handles:
-        handles += [layer.attention.register_forward_hook(keep) for layer in parts.layers]
+    with ExitStack() as stack:
+        # Matrix products have attention weights to read.
+        stack.callback(parts.lm.set_attn_implementation, parts.lm.config._attn_implementation)
+        parts.lm.set_attn_implementation("eager")
+        for layer in parts.layers:
+            stack.enter_context(layer.attention.register_forward_hook(keep))
         run_trunk(parts.trunk, ids[None, : position + 1])
     if any(not isinstance(row, Tensor) or row.shape[-1] != position + 1 for row in rows):
         return None
@@ -127,8 +121,7 @@ def input_gradient(parts: Parts, ids: Tensor, question: Question) -> Tensor:
         return embeddings[0]
 
     direction, constant = parts.direction(question.up, question.down)
-    with torch.enable_grad(), hooks() as handles:
-        handles.append(on_output(parts.lm.get_input_embeddings(), leaf))
+    with torch.enable_grad(), on_output(parts.lm.get_input_embeddings(), leaf):
         state = run_trunk(parts.trunk, ids[None, : question.position + 1])[0, -1]
         (gradient,) = torch.autograd.grad(state.double() @ direction.detach() + constant.detach(), embeddings)
     return (gradient * embeddings[0].detach())[0].sum(-1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ TOLERANCE = 1e-3
 """Largest difference between a state and the sum of its parts, relative to the state's largest entry."""
 TOKENS = 4096
 """Tokens per forward pass of edited rows."""
+Change = Callable[[Tensor], Tensor]
 Edits = Mapping[Part, Tensor]
 """New outputs of parts: `[time, width]`; of a head `[time, head size]`, before the output projection."""
 
@@ -60,19 +62,8 @@ def run_trunk(trunk: PreTrainedModel, ids: Tensor) -> Tensor:
     return states
 
 
-@contextmanager
-def hooks() -> Iterator[list[Any]]:
-    """A list of handles of hooks, which are removed on leaving the context."""
-    handles: list[Any] = []
-    try:
-        yield handles
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def on_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Any:
-    """Hook: replace a module's first tensor argument by `change` of it."""
+def on_input(module: nn.Module, change: Change) -> Any:
+    """Hook: replace a module's first tensor argument by `change` of it. A context removes it."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
@@ -82,14 +73,23 @@ def on_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Any:
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def on_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Any:
-    """Hook: replace the states in a module's output by `change` of them."""
+def on_output(module: nn.Module, change: Change) -> Any:
+    """Hook: replace the states in a module's output by `change` of them. A context removes it."""
 
     def hook(_: nn.Module, _args: Any, output: Any) -> Any:
         changed = change(output_states(output))
         return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
     return module.register_forward_hook(hook)
+
+
+def places(parts: Parts) -> Iterator[tuple[tuple[str, int | None], Callable[[nn.Module, Change], Any], nn.Module]]:
+    """By kind and layer of parts, the hook and the module that give their outputs."""
+    yield ("embedding", None), on_input, parts.layers[0].block
+    for number, layer in enumerate(parts.layers, start=1):
+        yield ("head", number), on_input, layer.projection
+        yield ("attention", number), on_output, layer.attention_write
+        yield ("mlp", number), on_output, layer.mlp_write
 
 
 @torch.no_grad()
@@ -104,28 +104,24 @@ def record(name: str, parts: Parts, ids: Tensor) -> Record:
     Raises:
         ConfigError: the outputs of attention and MLP are not all that a layer adds to its input.
     """
-    saved: dict[str, list[Tensor]] = {
-        key: [] for key in ("embedding", "heads", "projected", "attention", "mlp", "states")
-    }
+    saved = defaultdict[str, list[Tensor]](list)
 
-    def save(key: str) -> Callable[[Tensor], Tensor]:
+    def save(key: str) -> Change:
         def keep(x: Tensor) -> Tensor:
             saved[key].append(x.reshape(len(ids), -1).clone())  # Falcon adds to outputs in place
             return x
 
         return keep
 
-    with hooks() as handles:
-        handles.append(on_input(parts.layers[0].block, save("embedding")))
+    with ExitStack() as hooks:
+        for (kind, _), hook, module in places(parts):
+            hooks.enter_context(hook(module, save(kind)))
         for layer in parts.layers:
-            handles.append(on_input(layer.projection, save("heads")))
-            handles.append(on_output(layer.projection, save("projected")))
-            handles.append(on_output(layer.attention_write, save("attention")))
-            handles.append(on_output(layer.mlp_write, save("mlp")))
-            handles.append(on_output(layer.block, save("states")))
+            hooks.enter_context(on_output(layer.projection, save("projected")))
+            hooks.enter_context(on_output(layer.block, save("states")))
         normed = run_trunk(parts.trunk, ids[None])[0]
-    (embedding,) = saved.pop("embedding")
-    result = Record(embedding=embedding, normed=normed, **saved)
+    (embedding,), heads = saved.pop("embedding"), saved.pop("head")
+    result = Record(embedding=embedding, heads=heads, normed=normed, **saved)
     _check(name, parts, result)
     return result
 
@@ -170,7 +166,7 @@ def _edited(parts: Parts, ids: Tensor, rows: Sequence[Edits]) -> Tensor:
     """`edited_states` in one pass."""
     last: list[Tensor] = []
 
-    def replace(kind: str, layer: int | None) -> Callable[[Tensor], Tensor]:
+    def replace(kind: str, layer: int | None) -> Change:
         def change(x: Tensor) -> Tensor:
             new = x.reshape(len(rows), len(ids), -1).clone()
             for row, edits in enumerate(rows):
@@ -187,16 +183,10 @@ def _edited(parts: Parts, ids: Tensor, rows: Sequence[Edits]) -> Tensor:
         return x
 
     wanted = {(part.kind, part.layer) for edits in rows for part in edits}
-    with hooks() as handles:
-        if ("embedding", None) in wanted:
-            handles.append(on_input(parts.layers[0].block, replace("embedding", None)))
-        for number, layer in enumerate(parts.layers, start=1):
-            if ("head", number) in wanted:
-                handles.append(on_input(layer.projection, replace("head", number)))
-            if ("attention", number) in wanted:
-                handles.append(on_output(layer.attention_write, replace("attention", number)))
-            if ("mlp", number) in wanted:
-                handles.append(on_output(layer.mlp_write, replace("mlp", number)))
-        handles.append(on_output(parts.layers[-1].block, keep))
+    with ExitStack() as hooks:
+        for place, hook, module in places(parts):
+            if place in wanted:
+                hooks.enter_context(hook(module, replace(*place)))
+        hooks.enter_context(on_output(parts.layers[-1].block, keep))
         run_trunk(parts.trunk, ids.expand(len(rows), -1))
     return last[0]
