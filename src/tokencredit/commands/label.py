@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tokencredit.commands.command_line import SEED, Options, command, option, positional
-from tokencredit.commands.use_model import MODEL, source_of, which_of
+from tokencredit.commands.use_model import MODEL, source_of
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import check_new_file
 from tokencredit.settings.reader import build
@@ -25,8 +25,7 @@ def pairs(options: Options) -> None:
     if options.out is None:
         raise ConfigError("--out is missing; give a new file that ends in .jsonl")
     settings = build(PairsOptions, options.settings)
-    which = which_of(options)
-    source = source_of(options, which)
+    source, which = source_of(options)
     source = replace(source, config=settings.configure(source, options.no_code))
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
     out = check_new_file("--out", options.out, ".jsonl")

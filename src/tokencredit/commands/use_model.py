@@ -18,8 +18,6 @@ from tokencredit.tools.scoring_options import FLAGS, EvaluateOptions, GenerateOp
 
 SOURCE = "MODEL, the folder of a run or a model, or a hub id"
 """The model that a command reads, in words."""
-
-
 MODEL = (
     positional("model", SOURCE, help="Folder of a run, a model or an adapter, or a hub id."),
     option("--base", action="store_true", help="Take the model that the run started from."),
@@ -28,19 +26,19 @@ MODEL = (
 """Arguments of the commands that sample from a model."""
 
 
-def which_of(options: Options) -> str:
-    """The model of a run that `--base` and `--best` choose."""
+def source_of(options: Options) -> tuple[ModelSource, str]:
+    """The model of a command, and the one of a run's that `--base` and `--best` choose.
+
+    Raises:
+        ConfigError: both are given, or one of them without a run.
+    """
     if options.base and options.best:
         raise ConfigError("--base and --best are both given; leave one of them out")
-    return "base" if options.base else "best" if options.best else "policy"
-
-
-def source_of(options: Options, which: str) -> ModelSource:
-    """The model of a command; raises `ConfigError` if it is no run, and `which` is one of a run's models."""
+    which = "base" if options.base else "best" if options.best else "policy"
     source = read_source(options.model, options.no_code)
     if which != "policy" and source.run is None:
         raise ConfigError(f"--{which} needs a run; {options.model!r} is a model")
-    return source
+    return source, which
 
 
 @command(
@@ -58,8 +56,7 @@ def source_of(options: Options, which: str) -> ModelSource:
 def generate(options: Options) -> None:
     """Run `tokencredit generate`."""
     settings = build(GenerateOptions, options.settings)
-    which = which_of(options)
-    source = source_of(options, which)
+    source, which = source_of(options)
     config = settings.configure(source, options.no_code)
     each, asked = settings.given("prompts"), options.prompt is not None
     if each and asked:
@@ -120,9 +117,8 @@ def chat(options: Options) -> None:
     if options.message is not None and not options.message.strip():
         raise ConfigError("--message is empty; give a text, or leave it out to read standard input")
     settings = build(SamplingOptions, options.settings)
-    sources = [(source_of(options, which_of(options)), "policy")]
-    if (which := which_of(options)) != "policy":  # beside the last policy
-        sources.insert(0, (sources[0][0], which))
+    source, which = source_of(options)
+    sources = [(source, name) for name in dict.fromkeys((which, "policy"))]  # another one beside the last policy
     sources += [(read_source(name, options.no_code), "policy") for name in options.beside]
     for source, _ in sources:
         settings.configure(source, options.no_code)
@@ -147,8 +143,7 @@ def chat(options: Options) -> None:
 def evaluate(options: Options) -> None:
     """Run `tokencredit evaluate`."""
     settings = build(EvaluateOptions, options.settings)
-    which = which_of(options)
-    source = source_of(options, which)
+    source, which = source_of(options)
     source = replace(source, config=settings.configure(source, options.no_code))
     reference = None if settings.reference is None else read_source(settings.reference, options.no_code)
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
@@ -162,11 +157,7 @@ def evaluate(options: Options) -> None:
 
 @command(
     "Compare the tokens of episodes with one rendering of a model's chat template.",
-    positional(
-        "model",
-        SOURCE,
-        help="Folder of a model or a run, or a hub id; no weights are loaded.",
-    ),
+    positional("model", SOURCE, help="Folder of a model or a run, or a hub id; no weights are loaded."),
     option(
         "--chat_template_kwargs",
         metavar="JSON",
