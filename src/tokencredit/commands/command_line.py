@@ -159,17 +159,10 @@ class Parser(argparse.ArgumentParser):
         groups = dict.fromkeys(key.partition(".")[0] for key in settings_of(self.kind) if "." in key)
         further = [group for group in groups if not any(key.startswith(f"{group}.") for key in keys)]
         more = f"More keys of these groups{', and of ' if further else ''}{', '.join(further)}"
+        usage = ["tokencredit", self.command, *(f"[{name}]" for name in places), "[--config FILE] [--KEY VALUE ...]"]
         return "\n".join(
             [
-                " ".join(
-                    [
-                        "usage: tokencredit",
-                        self.command,
-                        *(f"[{name}]" for name in places),
-                        "[--config FILE] [--KEY VALUE ...]",
-                    ]
-                ),
-                *("", str(self.description)),
+                *(f"usage: {' '.join(usage)}", "", str(self.description)),
                 *("", "options:", *table(first_sentences(options)), ""),
                 *("the keys that are changed first, with their defaults:", *table(first_sentences(first)), ""),
                 *(f"{more}: tokencredit {self.command} --help all", ""),

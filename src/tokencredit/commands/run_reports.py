@@ -172,12 +172,7 @@ def inspect(options: Options) -> None:
     show_page(run / "inspect.html", options)
 
 
-@command(
-    "Write a run's report, an HTML page that needs no network.",
-    RUN,
-    OPEN,
-    runs_code=False,
-)
+@command("Write a run's report, an HTML page that needs no network.", RUN, OPEN, runs_code=False)
 def report(options: Options) -> None:
     """Run `tokencredit report`."""
     from tokencredit.report.page import write_report
@@ -272,10 +267,7 @@ def show_page(page: Path, options: Options) -> None:
     option("--metric", help="Metric to compare; by default the reward, or an agent's return."),
     option("--group-by", metavar="KEY", help="Key whose value groups runs into one curve."),
     option("--smooth", type=POSITIVE_INT, default=1, help="Window of each run's running mean."),
-    option(
-        "--format",
-        help="Formats, separated by commas: html, png, pdf, svg, csv, json, tex; by default html,png.",
-    ),
+    option("--format", help="Formats, separated by commas: html, png, pdf, svg, csv, json, tex; by default html,png."),
     option("--out", default="comparison", help="Output folder, or one file with the ending of a format."),
     runs_code=False,
 )
@@ -296,11 +288,7 @@ def compare(options: Options) -> None:
     print(written)
 
 
-@command(
-    "Diagnose a run: what is wrong, and what to change.",
-    RUN,
-    runs_code=False,
-)
+@command("Diagnose a run: what is wrong, and what to change.", RUN, runs_code=False)
 def doctor(options: Options) -> None:
     """Run `tokencredit doctor`."""
     from tokencredit.report.reading import read_run

@@ -75,9 +75,8 @@ def table(rows: Mapping[str, str]) -> list[str]:
     left = max(map(len, rows)) + 4
     lines: list[str] = []
     for name, text in rows.items():
-        wrapped = textwrap.wrap(text, width - left) or [""]
-        lines.append(f"  {name}".ljust(left) + wrapped[0])
-        lines += [" " * left + line for line in wrapped[1:]]
+        head = f"  {name}".ljust(left)
+        lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * left) or [head]
     return lines
 
 

@@ -24,7 +24,7 @@ from tokencredit.commands.jobs import training
 from tokencredit.commands.settings_help import json_schema
 from tokencredit.distributed.signals import raising_interrupt
 from tokencredit.errors import ConfigError, RunStopped, pages_by_title
-from tokencredit.runs.folder import check_new_file, read_parts
+from tokencredit.runs.folder import check_new_file, read_parts, write_file
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import refuse_unused, settings_of
@@ -127,15 +127,10 @@ def train_run(kind: type[Config], options: Options) -> None:
             trainer.train(resume_from_checkpoint=resume)
 
 
-def file_of(options: Options) -> str:
-    """The last file of settings among a command's options."""
-    files = [text for key, text in options.given if key == "config"]
-    return f"{options.resume}/config.yaml" if options.resume is not None else files[-1] if files else "FILE"
-
-
 def refuse_objects(config: PPOConfig | ControlConfig | OfflineSettings, options: Options) -> None:
     """Raise `ConfigError` if a configuration names parts from Python, with the flags that give them from files."""
-    file = file_of(options)
+    files = [text for key, text in options.given if key == "config"]
+    file = f"{options.resume}/config.yaml" if options.resume is not None else files[-1] if files else "FILE"
     parts = read_parts(Path(file).parent) if config.python else None
     refuse_python(config, file, parts=parts, resume=options.resume is not None)
 
@@ -172,13 +167,13 @@ def plan(options: Options) -> None:
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
 
     from tokencredit.tools.plan.plan import make_plan
-    from tokencredit.tools.plan.show import show, write
+    from tokencredit.tools.plan.show import show
 
     chosen = {name: getattr(options, name) for name in ("processes", "tokens", "prompt_tokens", "device", "memory")}
     made = make_plan(config, time=not options.no_time, **chosen)
     show(made)
     if out is not None:
-        write(made, out)
+        write_file(out, json.dumps(made.as_json(), indent=2, allow_nan=False) + "\n")
 
 
 @command(

@@ -1,12 +1,9 @@
-"""A plan as text for people, and as a JSON file."""
+"""A plan as text for people."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
-from tokencredit.runs.folder import write_file
 from tokencredit.runs.summary import count, duration
 from tokencredit.runs.untrusted import visible
 from tokencredit.tools.plan.plan import USABLE, Plan, free_disk, remedies
@@ -20,11 +17,6 @@ def show(plan: Plan) -> None:
     """Print a plan."""
     for line in (*overview(plan), "", *memory_table(plan), "", *totals(plan), *warnings(plan)):
         print(visible(line))
-
-
-def write(plan: Plan, file: Path) -> None:
-    """Write a plan as JSON."""
-    write_file(file, json.dumps(plan.as_json(), indent=2, allow_nan=False) + "\n")
 
 
 def overview(plan: Plan) -> Iterator[str]:
