@@ -55,12 +55,8 @@ class JobFolder:
 
     def status(self) -> dict[str, Any]:
         """What the newest job wrote; empty if it has not begun."""
-        token = read_signals(self.path)[:1]
-        try:
-            status = json.loads(status_file(self.path, *token).read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError):
-            return {}
-        return status if isinstance(status, dict) else {}
+        token, *_ = read_signals(self.path) or [""]
+        return read_json(status_file(self.path, token))
 
     def ended(self) -> Ended | None:
         """How the job ended, by its status file; None before."""
@@ -73,6 +69,15 @@ class JobFolder:
         if status.get("evicted"):
             return Ended(f"stopped by the cluster on {status.get('node')}", lost=True)
         return Ended(trouble(self.run, code) if code else None)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file of a job's folder; empty if there is none yet."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_signals(folder: Path) -> list[str]:

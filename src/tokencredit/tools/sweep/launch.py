@@ -65,20 +65,21 @@ class RunJob(Protocol):
         """Pass a signal on to the run; a job that has not begun is withdrawn."""
 
 
-class Launcher(Protocol):
-    """Starts jobs."""
+class Launcher:
+    """Base class of launchers, which start jobs."""
 
-    pause: float
+    pause = 1.0
     """Seconds between polls."""
 
     def start(self, run: SweepRun) -> RunJob:
         """A job that trains the run; raises `OSError` if it cannot be started."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Release what the launcher holds; its jobs have ended or go on alone."""
+        """Release what the launcher holds, by default nothing; its jobs have ended or go on alone."""
 
 
-class Local:
+class Local(Launcher):
     """Launcher of processes on this machine."""
 
     pause = 0.1
@@ -90,9 +91,6 @@ class Local:
     def start(self, run: SweepRun) -> RunJob:
         """A process that trains the run, or the wait for the one that an earlier sweep left behind."""
         return LocalJob(run, self.environment)
-
-    def close(self) -> None:
-        """Holds nothing."""
 
 
 class LocalJob:

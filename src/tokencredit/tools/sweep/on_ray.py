@@ -16,14 +16,12 @@ from pathlib import Path
 
 from tokencredit.errors import ConfigError, importing
 from tokencredit.tools.sweep.cluster_job import NOT_SHARED, SHARE, JobFolder, command
-from tokencredit.tools.sweep.launch import Ended, Resources, RunJob, say
+from tokencredit.tools.sweep.launch import Ended, Launcher, Resources, RunJob, say
 from tokencredit.tools.sweep.sweep_file import SweepRun
 
 
-class Ray:
+class Ray(Launcher):
     """Launcher of tasks on a Ray cluster that is already running."""
-
-    pause = 1.0
 
     def __init__(self, resources: Resources):
         """Join the cluster; raises `ConfigError` if Ray is not installed, or there is no cluster."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokencredit.errors import ConfigError, importing
 from tokencredit.runs.folder import write_file
-from tokencredit.tools.sweep.cluster_job import SHARE, JobFolder, command
-from tokencredit.tools.sweep.launch import Ended, Resources, RunJob, say
+from tokencredit.tools.sweep.cluster_job import SHARE, JobFolder, command, read_json
+from tokencredit.tools.sweep.launch import Ended, Launcher, Resources, RunJob, say
 from tokencredit.tools.sweep.sweep_file import SweepRun
 
 if TYPE_CHECKING:
@@ -59,10 +59,8 @@ def parameters(texts: Sequence[str]) -> dict[str, Any]:
     return read
 
 
-class Slurm:
-    """Launcher of jobs on a Slurm cluster."""
-
-    pause = 1.0
+class Slurm(Launcher):
+    """Launcher of jobs on a Slurm cluster, whose queue keeps them."""
 
     def __init__(self, resources: Resources, further: dict[str, Any]):
         """Find submitit and Slurm, or raise `ConfigError`; `further` are from `parameters`."""
@@ -84,8 +82,8 @@ class Slurm:
     def start(self, run: SweepRun) -> RunJob:
         """A job that trains the run: the one that an earlier sweep has left in the queue, or a new one."""
         folder = JobFolder(run)
-        earlier = read_id(folder)
-        if earlier and folder.ended() is None and earlier in (queued() or ()):
+        earlier = str(read_json(folder.path / "id.json").get("id"))  # of the job submitted last
+        if folder.ended() is None and earlier in (queued() or ()):
             return SlurmJob(self, folder, earlier, f"Slurm's job {earlier} of an earlier sweep is still in the queue")
         return SlurmJob(self, folder, self.submit(run, folder), None)
 
@@ -109,9 +107,6 @@ class Slurm:
             if listed is not None:
                 self.listed, self.listed_at = listed, now
         return self.listed_at > since and job not in self.listed
-
-    def close(self) -> None:
-        """Holds nothing: jobs stay in the queue."""
 
 
 class SlurmJob:
@@ -148,15 +143,6 @@ class SlurmJob:
         self.folder.send(number)
         self.stopped = True
         subprocess.run(["scancel", "--state=PENDING", self.number], capture_output=True, check=False)
-
-
-def read_id(folder: JobFolder) -> str | None:
-    """Id of the job submitted last for a run; None without one."""
-    try:
-        number = json.loads((folder.path / "id.json").read_text(encoding="utf-8"))["id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(number)
 
 
 def queued() -> set[str] | None:
