@@ -48,8 +48,6 @@ FIRST_KEYS: dict[type, tuple[str, ...]] = {
     DPOConfig: (*OFFLINE_MODEL, "data.chosen", "data.rejected", "dpo.loss", "dpo.beta", *OFFLINE_RUN),
 }
 """The keys that people change first, by configuration."""
-
-
 PATHS = ("run", "runs", "model", "file", "pairs", "resume", "beside", "against", "out", "export", "server_folder")
 """Options that hold paths."""
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", PPOConfig, ControlConfig, OfflineSettings)
 TrainingCommand = Literal["train", "control", "sft", "reward-model", "dpo"]
-
-
 CHECK = option(
     "--check", action="store_true", help="Check all that can be known before the first rollout, and train nothing."
 )

@@ -25,8 +25,6 @@ from tokencredit.text.sources.by_hand import NO_REWARD
 
 PER_PROMPT = 64
 """Least completions per prompt: of a data set so many fewer prompts are taken, for each has an optimum of its own."""
-
-
 IGNORED = ("callbacks", "eval_dataset", "processing_class", "peft_config")
 """Arguments from Python that do not change the reference, or whose change `check_origin` finds."""
 

@@ -92,12 +92,12 @@ class Policy:
     def prompts(self, prompt: Asked, n: int, max_new_tokens: int, each: bool = False) -> PromptBatch:
         """A batch of `n` rows of each prompt, or with `each` of the configured ones; else of the run's own in turn."""
         config, rows = self.config.prompts, None
-        listed: list[Any] = [] if prompt is None else list(prompt) if isinstance(prompt, list | tuple) else [prompt]
         if prompt is None:
             if not (self.prompted or each):
                 source = ", which came from Python (train_dataset)" if "train_dataset" in self.given else ""
                 raise ConfigError(f"{self.name!r} does not hold prompts{source}; give a prompt")
         else:
+            listed: list[Any] = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
             if listed and all(isinstance(message, Mapping) for message in listed):
                 listed = [listed]
             if not listed or not all(isinstance(x, str | list | tuple) for x in listed):

@@ -53,16 +53,14 @@ class Migrated(Translation):
     def text(self, names: str) -> str:
         """The YAML file."""
         lines = [f"# {names} ({self.title}), by tokencredit migrate. A comment names the setting that a value is from."]
-        begun: list[list[str]] = []
-        for key in filter(self.settings.__contains__, settings_of(PPOConfig)):
-            *groups, last = key.split(".")
-            for depth, name in enumerate(groups):
-                if groups[: depth + 1] not in begun:
-                    begun.append(groups[: depth + 1])
-                    lines.append(f"{'  ' * depth}{name}:")
-            value = yaml.dump(self.settings[key], Dumper=Dumper, default_flow_style=True, width=10**6)
-            value = value.removesuffix("...\n").strip()
-            lines.append(f"{'  ' * len(groups)}{last}: {value}  # {comment(self.origins[key])}")
+        for key, setting in settings_of(PPOConfig).items():
+            indent = "  " * key.count(".")
+            if key in self.settings:
+                value = yaml.dump(self.settings[key], Dumper=Dumper, default_flow_style=True, width=10**6)
+                value = value.removesuffix("...\n").strip()
+                lines.append(f"{indent}{setting.name}: {value}  # {comment(self.origins[key])}")
+            elif any(own.startswith(f"{key}.") for own in self.settings):
+                lines.append(f"{indent}{setting.name}:")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.without.items():
             reasons.setdefault(reason, []).append(name)

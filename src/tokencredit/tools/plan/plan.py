@@ -62,8 +62,8 @@ class Plan:
     @property
     def cards(self) -> dict[str, int | None]:
         """The smallest GPU on which each moment fits, in GB; None if it fits on none."""
-        fitting = {at: [card for card in CARDS if size <= USABLE * card * 1e9] for at, size in self.peaks.items()}
-        return {moment: next(iter(cards), None) for moment, cards in fitting.items()}
+        sizes = self.peaks.items()
+        return {at: next((card for card in CARDS if size <= USABLE * card * 1e9), None) for at, size in sizes}
 
     @property
     def together(self) -> int:

@@ -26,8 +26,7 @@ CONTENT = Leaf(
 )
 MESSAGE = {"role": TEXT, "content?": CONTENT}
 PROSE = Leaf(
-    lambda value: isinstance(value, str) or bool(value and not mismatch(value, [MESSAGE])),
-    "a text or a conversation",
+    lambda value: isinstance(value, str) or bool(value and not mismatch(value, [MESSAGE])), "a text or a conversation"
 )
 LABEL = {"pair": TEXT, "label": one_of(LABELS), **dict.fromkeys(("prompt", "a", "b"), PROSE)}
 """A line of a file of labels."""
@@ -52,8 +51,10 @@ def read_pairs(file: Path, seed: int) -> list[Pair]:
     Raises:
         ConfigError: there is no such file, it has no pair, or a line is not one; the message names it.
     """
+    if not file.is_file():
+        raise ConfigError(f"{str(file)!r} is not a file; give a file of pairs, such as `tokencredit pairs` writes")
     pairs: dict[str, Pair] = {}
-    for where, row in _lines(file):
+    for where, row in _lines(file, file.read_bytes()):
         names = ("a", "b") if "a" in row and "chosen" not in row else ("chosen", "rejected")
         require(where, row, dict.fromkeys(("prompt", *names), PROSE))
         first, second = (row[name] for name in names)
@@ -119,28 +120,20 @@ class Labels:
         self.rows.pop(row["pair"], None)
         self.rows[row["pair"]] = row
 
-    def preferences(self, pairs: Collection[Pair]) -> list[dict[str, Any]]:
-        """Rows of prompt, chosen and rejected, of those of the pairs that are labelled A or B."""
-        order = {"A": ("a", "b"), "B": ("b", "a")}
-        rows = [self.rows[pair.key] for pair in pairs if pair.key in self.rows]
-        chosen = [(row, *order[row["label"]]) for row in rows if row["label"] in order]
-        return [
-            {"prompt": row["prompt"], "chosen": row[one], "rejected": row[other]}
-            | {
-                "chosen_truncated": row.get(f"{one}_truncated") is True,
-                "rejected_truncated": row.get(f"{other}_truncated") is True,
-            }
-            for row, one, other in chosen
-        ]
-
 
 def export(labels: Labels, pairs: Collection[Pair], out: Path) -> int:
-    """Write the preferences of labelled pairs as JSON lines; returns their number.
+    """Write prompt, chosen and rejected of the pairs labelled A or B as JSON lines; returns their number.
 
     Raises:
         ConfigError: there is none.
     """
-    rows = labels.preferences(pairs)
+    sides = {"A": {"chosen": "a", "rejected": "b"}, "B": {"chosen": "b", "rejected": "a"}}
+    rows = []
+    for row in (labels.rows[pair.key] for pair in pairs if pair.key in labels.rows):
+        if own := sides.get(row["label"]):
+            texts = {name: row[side] for name, side in own.items()}
+            cut = {f"{name}_truncated": row.get(f"{side}_truncated") is True for name, side in own.items()}
+            rows.append({"prompt": row["prompt"], **texts, **cut})
     if not rows:
         raise ConfigError(f"{labels.file} has none of these pairs labelled A or B; label some first")
     write_file(out, "".join(json.dumps(row) + "\n" for row in rows))
@@ -194,12 +187,8 @@ def readable(text: Text) -> str:
     return visible_lines(text)
 
 
-def _lines(file: Path, text: bytes | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The location and object of each line of a file, or of its text."""
-    if text is None:
-        if not file.is_file():
-            raise ConfigError(f"{str(file)!r} is not a file; give a file of pairs, such as `tokencredit pairs` writes")
-        text = file.read_bytes()
+def _lines(file: Path, text: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The location and object of each line of a file's text."""
     for number, line in enumerate(text.split(b"\n"), start=1):
         if line.strip():
             where = f"{file}, line {number}"
