@@ -166,17 +166,13 @@ class ScoringOptions(PromptedOptions):
         """As `PromptedOptions.given`."""
         return bool(self.reward) if key == "reward" else super().given(key)
 
-    def needs(self) -> tuple[str, ...]:
-        """The keys of `FROM_PYTHON` that must be given or the run's own."""
-        return tuple(FROM_PYTHON)
-
     def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
         """As `PromptedOptions.configure`, with the rewards that are given.
 
         Raises:
             ConfigError: also if prompts or rewards are neither given nor the run's own.
         """
-        missing = [key for key in self.needs() if not self.given(key)]
+        missing = [key for key in FROM_PYTHON if not self.given(key)]
         python = source.config.python
         lost = {key: names for key in missing if (names := [name for name in FROM_PYTHON[key] if name in python])}
         if lost:
@@ -263,6 +259,10 @@ class PairsOptions(ScoringOptions):
             if self.pairs == "unranked" and getattr(self, key):
                 raise ConfigError(f"{key} is given, which has no effect with pairs: unranked; leave one of them out")
 
+    def given(self, key: str) -> bool:
+        """As `ScoringOptions.given`; unranked pairs need nothing but prompts."""
+        return (self.pairs == "unranked" and key != "prompts") or super().given(key)
+
     def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
         """As `ScoringOptions.configure`; refuses runs of several turns."""
         config = super().configure(source, no_code)
@@ -271,7 +271,3 @@ class PairsOptions(ScoringOptions):
         if self.reference is not None and not any(isinstance(term, FunctionTerm) for term in config.reward):
             raise ConfigError("reference is given, and only a reward's function could read its log-probs; leave it out")
         return config
-
-    def needs(self) -> tuple[str, ...]:
-        """As `ScoringOptions.needs`; unranked pairs need no reward."""
-        return ("prompts",) if self.pairs == "unranked" else super().needs()

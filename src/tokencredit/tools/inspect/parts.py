@@ -60,16 +60,6 @@ class Layer(NamedTuple):
     """Norm of the attention's output before it is added to the residual stream, in models with post-norms."""
     mlp_norm: nn.Module | None
 
-    @property
-    def attention_write(self) -> nn.Module:
-        """The module whose output the attention adds to the residual stream."""
-        return self.attention_norm or self.projection
-
-    @property
-    def mlp_write(self) -> nn.Module:
-        """The module whose output the MLP adds to the residual stream."""
-        return self.mlp_norm or self.mlp
-
 
 @dataclass(frozen=True)
 class Parts:

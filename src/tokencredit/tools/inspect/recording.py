@@ -88,18 +88,14 @@ def places(parts: Parts) -> Iterator[tuple[tuple[str, int | None], Callable[[nn.
     yield ("embedding", None), on_input, parts.layers[0].block
     for number, layer in enumerate(parts.layers, start=1):
         yield ("head", number), on_input, layer.projection
-        yield ("attention", number), on_output, layer.attention_write
-        yield ("mlp", number), on_output, layer.mlp_write
+        # What they add to the residual stream has passed a post-norm, if there is one.
+        yield ("attention", number), on_output, layer.attention_norm or layer.projection
+        yield ("mlp", number), on_output, layer.mlp_norm or layer.mlp
 
 
 @torch.no_grad()
 def record(name: str, parts: Parts, ids: Tensor) -> Record:
-    """The outputs of a model's parts in one text.
-
-    Args:
-        name: the model's name in messages.
-        parts: the model.
-        ids: token ids `[time]`.
+    """The outputs of a model's parts in one text, token ids `[time]`; `name` is the model's in messages.
 
     Raises:
         ConfigError: the outputs of attention and MLP are not all that a layer adds to its input.
@@ -153,10 +149,7 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 def edited_states(parts: Parts, ids: Tensor, rows: Sequence[Edits]) -> Tensor:
     """Last states `[rows, width]`, before the final norm, of a text's last position, with parts replaced in each row.
 
-    Args:
-        parts: the model.
-        ids: token ids `[time]`.
-        rows: the new outputs in each row, at all positions.
+    `ids` are the text's token ids `[time]`, `rows` the new outputs in each row, at all positions.
     """
     size = max(1, TOKENS // len(ids))
     return torch.cat([_edited(parts, ids, rows[start : start + size]) for start in range(0, len(rows), size)])
