@@ -89,11 +89,7 @@ def chat(
 ) -> None:
     """Answer messages until they end, or `/quit`; `/new` begins a new conversation.
 
-    Args:
-        speakers: the models.
-        messages: of the user.
-        console: shows the replies.
-        complain: shows why a message has no reply.
+    `complain` shows why a message has no reply.
     """
     for line in messages:
         message = line.rstrip("\r\n")

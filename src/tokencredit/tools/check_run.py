@@ -61,14 +61,10 @@ class Known:
 
 
 def check(config: PPOConfig, **given: Any) -> list[Finding]:
-    """Check a run without loading the policy; rewards are called on two made-up completions.
+    """All findings on a run, without loading the policy; rewards are called on two made-up completions.
 
-    Args:
-        config: the configuration.
-        given: `reward_funcs`, `train_dataset` and `eval_dataset` of `PPOTrainer`.
-
-    Returns:
-        The findings, all of them: a check that fails does not end the list.
+    `given` are `reward_funcs`, `train_dataset` and `eval_dataset` of `PPOTrainer`. A check that fails does not end the
+    list.
     """
     known, findings = Known(config, **given), list[Finding]()
     for part, examine in CHECKS.items():

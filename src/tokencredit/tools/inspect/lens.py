@@ -36,11 +36,7 @@ def logit_lens(
 ) -> Lens:
     """Next-token distributions after each layer, by final norm and output projection (nostalgebraist 2020).
 
-    Args:
-        models: base and tuned model.
-        records: their outputs in the text.
-        positions: positions to read; position t predicts token t + 1.
-        ids: the text's token ids `[time]`.
+    Models and records are base and tuned, `ids` the text's token ids `[time]`; position t predicts token t + 1.
     """
     at = torch.tensor(positions, device=ids.device)
     following = ids[at + 1][:, None]
@@ -59,15 +55,10 @@ def logit_lens(
 
 @torch.no_grad()
 def critic_lens(critic: Critic, trunk: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Values `[layers + 1, time]` read by a critic's value head after each layer.
+    """Values `[layers + 1, time]` read by a critic's value head after each layer, for token ids `[time]`.
 
     A head that was trained on the last states reads each layer through the final norm; a head that was trained on an
-    inner layer reads each as it reads its own.
-
-    Args:
-        critic: the critic; a separate one is read along its own trunk.
-        trunk: the policy's trunk.
-        ids: token ids `[time]`.
+    inner layer reads each as it reads its own. A separate critic is read along its own trunk, not the policy's.
     """
     trunk = critic.trunk or trunk
     layers, norm = layers_of(trunk), final_norm("the critic", trunk)

@@ -32,13 +32,7 @@ def patch(
 ) -> list[float]:
     """Log-odds of the base model with the tuned model's outputs in place of its own, at all positions.
 
-    Args:
-        base: the base model.
-        tuned: the tuned model.
-        seen: the tuned model's outputs in the text.
-        ids: token ids `[time]`.
-        question: the question.
-        rows: sets of parts, each replaced together.
+    `seen` are the tuned model's outputs in the text with token ids `[time]`; each set of `rows` is replaced together.
     """
     text = ids[: question.position + 1]
     edits: list[Edits] = [
@@ -68,13 +62,7 @@ def repeat(
 ) -> list[float | None]:
     """The shares of some parts in another text, with the question that it asks; None where too little changed.
 
-    Args:
-        models: base and tuned model.
-        records: their outputs in the text.
-        text: the text.
-        up: chosen token ids; empty to choose them.
-        down: the same.
-        parts: the parts.
+    Models and records are base and tuned; `up` and `down` are chosen token ids, empty to choose them.
     """
     if not text.positions:
         return [None] * len(parts)

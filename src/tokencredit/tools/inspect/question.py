@@ -87,11 +87,7 @@ def gains(base: Tensor, tuned: Tensor) -> Tensor:
 def choose(seen: Prediction, text: Text, up: Sequence[int], down: Sequence[int]) -> Question:
     """The question at the position of a completion where two models differ most.
 
-    Args:
-        seen: the models' predictions.
-        text: the text.
-        up: chosen token ids; empty for the tokens that gained most.
-        down: chosen token ids; empty for the tokens that lost most.
+    `up` and `down` are chosen token ids; empty for the tokens that gained and lost most.
     """
     base, tuned = seen
     row = most_changed(seen, up, down)

@@ -65,13 +65,8 @@ class Pairs:
     ) -> None:
         """Add the pairs of groups of `options.samples` consecutive completions of one prompt.
 
-        Args:
-            batch: prompts, one row per completion.
-            completions: texts.
-            truncated: true for each that reached the longest length, so that it has no end.
-            rewards: one per completion; None where no reward term applies.
-            options: settings of groups and pairs.
-            noise: random numbers of the label noise.
+        Batch, completions, `truncated` and rewards have one row per completion: `truncated` is true for a text that
+        reached the longest length, and has no end; the reward is None where no term applies.
         """
         answers, questions = batch.answers(completions), batch.questions()
         for first in range(0, len(completions), options.samples):
@@ -142,22 +137,11 @@ def choose(
 
 
 def collect_pairs(
-    pipeline: Pipeline,
-    prompts: Prompts,
-    sampling: SamplingConfig,
-    options: PairsOptions,
-    seed: int,
+    pipeline: Pipeline, prompts: Prompts, sampling: SamplingConfig, options: PairsOptions, seed: int
 ) -> Pairs:
-    """Sample groups of completions, score and pair them.
+    """Sample groups of completions, one per prompt in their order, score and pair them.
 
-    The random numbers of a group do not depend on `options.batch_size`.
-
-    Args:
-        pipeline: engine and reward terms.
-        prompts: one per group, in their order.
-        sampling: sampling settings.
-        options: settings of groups and pairs.
-        seed: seed of sampling and of label noise, which has random numbers of its own.
+    The random numbers of a group do not depend on `options.batch_size`, and label noise has its own, of the same seed.
 
     Raises:
         RunStopped: a reward could not be computed, or a log-prob is not finite.
@@ -193,12 +177,7 @@ def write_pairs(
 ) -> Pairs:
     """Sample, score and pair completions; write the rows as JSON lines, and beside them settings and counts as JSON.
 
-    Args:
-        source: the model, with the configuration of prompts and rewards.
-        which: of a run, `policy`, `best`, or `base` for the model it started from.
-        reference: reference model for rewards that read its log-probs; None for the run's own, if it has one.
-        options: settings of sampling and pairing.
-        out: file of the rows; that of the settings ends in .json instead.
+    `source`, `which` and `reference` are as in `text.evaluation.evaluate_source`; `out` is the file of the rows.
 
     Raises:
         ConfigError: a model, prompts or rewards cannot be loaded.

@@ -22,13 +22,7 @@ HELP = "a or b: the better one   t: tie   s: skip   u: back   q: quit"
 
 
 def label_in_terminal(session: Session, console: Console, read_key: Callable[[], str]) -> None:
-    """Show pairs and read labels until all pairs have one, or `q` or the end of the input.
-
-    Args:
-        session: the pairs and their labels.
-        console: shows them.
-        read_key: the next key; empty at the end of the input.
-    """
+    """Show pairs and read labels until all pairs have one, `q`, or an empty key, the end of the input."""
     while (pair := session.current()) is not None:
         show(session, pair, console)
         while True:
