@@ -169,15 +169,10 @@ SWIFT = replace(
         "model.dtype": ("bf16 fp16 torch_dtype", dtype),
         "eval.every": ("eval_strategy eval_steps", lambda kind, steps: every(kind or "steps", steps)),
     },
-    defaults={x: y for x, y in TRL.defaults.items() if x not in ("learning_rate", "gradient_accumulation_steps")}
-    | {
-        "per_device_train_batch_size": 1,
-        "response_length": 512,
-        "temperature": 0.9,
-        "stop_token": "eos",
-        "tuner_type": "lora",
-        "lora_rank": 8,
-        "lora_alpha": 32,
-    }
-    | {"lora_dropout": 0.05, "lr_scheduler_type": "cosine", "adam_beta2": 0.95, "weight_decay": 0.1},
+    defaults={
+        **{x: y for x, y in TRL.defaults.items() if x not in ("learning_rate", "gradient_accumulation_steps")},
+        **{"per_device_train_batch_size": 1, "response_length": 512, "temperature": 0.9, "stop_token": "eos"},
+        **{"tuner_type": "lora", "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05},
+        **{"lr_scheduler_type": "cosine", "adam_beta2": 0.95, "weight_decay": 0.1},
+    },
 )
