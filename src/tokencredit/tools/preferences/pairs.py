@@ -30,18 +30,8 @@ from tokencredit.text.ppo_setup import build_pipeline
 from tokencredit.tools.scoring_options import SAMPLING, PairsOptions
 
 COUNTS = (
-    "groups",
-    "completions",
-    "truncated",
-    "not_finite",
-    "unscored",
-    "duplicate_completions",
-    "ties",
-    "within_margin",
-    "duplicate_pairs",
-    "groups_without_pair",
-    "pairs",
-    "flipped",
+    *("groups", "completions", "truncated", "not_finite", "unscored", "duplicate_completions", "ties"),
+    *("within_margin", "duplicate_pairs", "groups_without_pair", "pairs", "flipped"),
 )
 """Counts of `Pairs`, in the order of sampling."""
 
@@ -68,7 +58,8 @@ class Pairs:
         Batch, completions, `truncated` and rewards have one row per completion: `truncated` is true for a text that
         reached the longest length, and has no end; the reward is None where no term applies.
         """
-        answers, questions = batch.answers(completions), batch.questions()
+        answers, questions, ranked = batch.answers(completions), batch.questions(), options.pairs != "unranked"
+        names = ("chosen", "rejected") if ranked else ("a", "b")
         for first in range(0, len(completions), options.samples):
             group = slice(first, first + options.samples)
             pairs, left_out = choose(completions[group], rewards[group], options.pairs, options.margin)
@@ -82,17 +73,14 @@ class Pairs:
                     self.counts["duplicate_pairs"] += 1
                     continue
                 self._seen.add(key)
-                if options.pairs == "unranked":
-                    both = {"a": answers[better], "b": answers[worse]}
-                    cut = {"a_truncated": truncated[better], "b_truncated": truncated[worse]}
-                    self.rows.append({"prompt": prompt, **both, **cut})
-                    continue
-                flip = bool(torch.rand((), generator=noise) < options.noise)
-                chosen, rejected = (worse, better) if flip else (better, worse)
-                row = {"prompt": prompt, "chosen": answers[chosen], "rejected": answers[rejected]}
-                cut = {"chosen_truncated": truncated[chosen], "rejected_truncated": truncated[rejected]}
-                numbers = {"reward_chosen": rewards[chosen], "reward_rejected": rewards[rejected]}
-                self.rows.append({**row, **cut, **numbers, **({"flipped": flip} if options.noise else {})})
+                flip = ranked and bool(torch.rand((), generator=noise) < options.noise)
+                sides = dict(zip(names, (worse, better) if flip else (better, worse), strict=True))
+                row: dict[str, Any] = {"prompt": prompt} | {name: answers[side] for name, side in sides.items()}
+                row |= {f"{name}_truncated": truncated[side] for name, side in sides.items()}
+                if ranked:
+                    row |= {f"reward_{name}": rewards[side] for name, side in sides.items()}
+                    row |= {"flipped": flip} if options.noise else {}
+                self.rows.append(row)
                 self.counts["flipped"] += flip
             self.counts["groups"] += 1
             self.counts["pairs"] += len(self.rows) - before
