@@ -75,10 +75,10 @@ def inspect_run(
     tuned = _merged(policy.model.lm)
     torch.nn.Module.to(base, tuned.device)
     pair = ModelPair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0])
-    result = compare(pair, up_ids, down_ids, others=texts[1:], critic=policy.model.critic)
-    shape = tuned.config.get_text_config()
-    if result["critic"] is not None:
-        fitted = policy.model.critic is not None and FITTED in policy.model.critic.about
+    critic, shape = policy.model.critic, tuned.config.get_text_config()
+    result = compare(pair, up_ids, down_ids, others=texts[1:], critic=critic)
+    if critic is not None:
+        fitted = FITTED in critic.about
         result["critic"]["score"] = None if fitted else score
         result["critic"]["note"] += "; they are what the fit to scores of prefixes leaves" if fitted else reason
     return {

@@ -17,8 +17,6 @@ from tokencredit.tools.inspect.parts import Part, Parts
 from tokencredit.tools.inspect.question import Question, Text, choose, predict
 from tokencredit.tools.inspect.recording import Record, record
 
-Direct = tuple[Mapping[Part, float], Mapping[Part, float]]
-"""Direct contributions of parts: base, tuned."""
 MOVED = 10
 """Tokens listed by how far their probability rose or fell."""
 NORM = (
@@ -81,9 +79,7 @@ def compare(
     predicted = predict(pair.models, seen, pair.text)
     question = choose(predicted, pair.text, up, down)
     base, tuned = (x[question.position - pair.text.prompt_length + 1].exp() for x in predicted)
-    at = (question.position, question.up, question.down)
-    direct = (attribution.attribute(pair.base, seen[0], *at), attribution.attribute(pair.tuned, seen[1], *at))
-    numbers = _shares(pair, seen, question, direct)
+    numbers = _numbers(pair, seen, question)
     elsewhere = [(text, pair.record(text)) for text in others]
     repeated = [
         patching.repeat(pair.models, records, text.apart(pair.text), up, down, numbers.top)
@@ -105,7 +101,7 @@ def compare(
             },
             "answer": answer.record(numbers, answer.sentence(numbers, *words, unchanged(*pair.models))),
             "lens": _lens(pair, seen),
-            "attribution": _attribution(direct, (numbers.base, numbers.tuned)),
+            "attribution": _attribution(numbers),
             "patching": _patching(numbers, patching.ablate(pair.tuned, means, pair.text.ids, question)),
             "attention": _attention(pair, question),
             "critic": None if critic is None else _critic(pair, critic),
@@ -138,15 +134,14 @@ def _layers(rows: int) -> list[str]:
     return ["embedding", *map(str, range(1, rows))]
 
 
-def _attribution(direct: Direct, odds: tuple[float, float]) -> dict[str, Any]:
+def _attribution(numbers: answer.Numbers) -> dict[str, Any]:
     """Direct logit attribution, base and tuned."""
-    base, tuned = direct
-    sums = [attribution.total(x) for x in direct]
+    base, tuned = numbers.direct
     return {
         "target": "log-odds of the question",
         "components": [part.record() | _two(base[part], tuned[part], "difference") for part in base],
-        "total": _two(*odds, "difference"),
-        "error": {"base": odds[0] - sums[0], "tuned": odds[1] - sums[1]},
+        "total": _two(numbers.base, numbers.tuned, "difference"),
+        "error": {"base": numbers.base - attribution.total(base), "tuned": numbers.tuned - attribution.total(tuned)},
         "norm": NORM,
     }
 
@@ -155,8 +150,10 @@ def _two(base: float, tuned: float, change: str) -> dict[str, float]:
     return {"base": base, "tuned": tuned, change: tuned - base}
 
 
-def _shares(pair: ModelPair, seen: tuple[Record, Record], question: Question, direct: Direct) -> answer.Numbers:
-    """Patching of each part and of the strongest together: the numbers of the answer, but for other texts."""
+def _numbers(pair: ModelPair, seen: tuple[Record, Record], question: Question) -> answer.Numbers:
+    """The numbers of the answer but for other texts: direct contributions, and patching of parts."""
+    at = (question.position, question.up, question.down)
+    direct = (attribution.attribute(pair.base, seen[0], *at), attribution.attribute(pair.tuned, seen[1], *at))
     base, tuned = patching.odds_of(pair.models, seen, question)
     parts = patching.candidates(pair.tuned)
     values = patching.patch(*pair.models, seen[1], pair.text.ids, question, [{part} for part in parts])
