@@ -374,9 +374,7 @@ def config_parser(kind: type[Any], *arguments: Argument) -> Parser:
         metavar="RUN",
         help="Folder of an interrupted run to resume, with its configuration; flags override that.",
     )
-    parser = make_parser(f"Train {run_kind.trains}.", (resume, *arguments), kind=kind)
-    parser.command = run_kind.command
-    return parser
+    return make_parser(f"Train {run_kind.trains}.", (resume, *arguments), kind=kind)
 
 
 def to_config(options: Options, kind: type[Config]) -> Config:

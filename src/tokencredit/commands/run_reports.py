@@ -33,6 +33,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig
 
 RUN = positional("run", "RUN, the folder of a run", help="Folder of a run, finished or still training.")
+SEVERAL = checked(int, at_least=2)
 OPEN = option("--open", action="store_true", help="Open the page in the browser.")
 
 
@@ -40,8 +41,8 @@ OPEN = option("--open", action="store_true", help="Open the page in the browser.
     "Measure a run's credit against true values, and add the result to its page.",
     RUN,
     option("--checkpoint", type=POSITIVE_INT, help="Iteration of the checkpoint; by default the newest."),
-    option("--completions", type=POSITIVE_INT, default=16, help="Completions or episodes to audit."),
-    option("--continuations", type=POSITIVE_INT, default=32, help="Continuations per state."),
+    option("--completions", type=SEVERAL, default=16, help="Completions or episodes to audit."),
+    option("--continuations", type=SEVERAL, default=32, help="Continuations per state."),
     option(
         "--states",
         help="States per completion or episode, evenly spread: all, or a number; by default all, and 4 per episode.",
@@ -59,9 +60,6 @@ def audit(options: Options) -> None:
     if count not in (None, "all") and not (count.isdecimal() and int(count)):
         raise ConfigError(f"--states is {count}; it must be all, or a whole number, at least 1")
     states = {} if count is None else {"states": None if count == "all" else int(count)}
-    for name in ("completions", "continuations"):
-        if (size := getattr(options, name)) < 2:
-            raise ConfigError(f"--{name} is {size}; it must be at least 2")
     RunFolder(options.run).require_writable()  # before the measurement, which takes long
     run, shared = Path(options.run), {"every": 1, "continuations": options.continuations, "seconds": options.seconds}
     result = audits_of(run, options, shared | states)
