@@ -168,6 +168,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["report", "nowhere", "--zzz"], "unknown option --zzz; see --help"),
         (["generate"], "generate needs MODEL, the folder of a run or a model, or a hub id"),
         (["compare"], "compare needs RUN, the folder of each run"),
+        (["audit", "nowhere", "--completions", "1"], "--completions is 1; it must be at least 2"),
         (["sweep"], "sweep needs FILE, a sweep file"),
         (["limit", "nowhere"], "'nowhere' is not a run's folder: there is no such folder"),
         (

@@ -48,8 +48,7 @@ def logit_lens(
             chosen = logprobs.gather(-1, following)
             row += [logprobs.argmax(-1), chosen[:, 0].exp(), (logprobs > chosen).sum(-1) + 1]
         rows.append(row)
-    kl, *rest = (torch.stack(column) for column in zip(*rows, strict=True))
-    base_token, base_probability, base_rank, token, probability, rank = rest
+    kl, base_token, base_probability, base_rank, token, probability, rank = map(torch.stack, zip(*rows, strict=True))
     return Lens((base_token, token), (base_probability, probability), (base_rank, rank), kl)
 
 

@@ -119,13 +119,10 @@ def _lens(pair: ModelPair, seen: tuple[Record, Record]) -> dict[str, Any]:
     """The logit lens."""
     positions = pair.text.positions
     read = lens.logit_lens(pair.models, seen, positions, pair.text.ids)
-    sides = {}
-    for side, name in enumerate(("base", "tuned")):
-        sides[name] = {
-            "token": [pair.words(row) for row in read.tokens[side]],
-            "probability": read.probabilities[side].tolist(),
-            "rank": read.ranks[side].tolist(),
-        }
+    sides = {
+        name: {"token": [pair.words(row) for row in tokens], "probability": shares.tolist(), "rank": ranks.tolist()}
+        for name, tokens, shares, ranks in zip(("base", "tuned"), *read[:3], strict=True)
+    }
     return {"layers": _layers(len(read.kl)), "positions": positions, **sides, "kl": read.kl.tolist()}
 
 
