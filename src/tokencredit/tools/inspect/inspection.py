@@ -42,9 +42,9 @@ def inspect_run(
     seed: int = 1,
     no_code: bool = False,
 ) -> dict[str, Any]:
-    """Compare a run's policy with the model it started from, or with another; writes nothing.
+    """The contents of inspect.json: a run's policy compared with the model it started from, or another.
 
-    Both are read in float32 on the run's device; adapters are merged into the weights.
+    Both are read in float32 on the run's device; adapters are merged into the weights. Nothing is written.
 
     Args:
         source: the run.
@@ -54,9 +54,6 @@ def inspect_run(
         down: words against which.
         seed: seed of the completions.
         no_code: refuse user code that another run's configuration would execute.
-
-    Returns:
-        The contents of inspect.json.
 
     Raises:
         ConfigError: a model cannot be loaded or read, the two have other shapes, or a word is several tokens.

@@ -87,7 +87,7 @@ def attention_from(parts: Parts, ids: Tensor, position: int) -> Tensor | None:
         rows.append(output[1] if isinstance(output, tuple) and len(output) > 1 else None)
 
     with ExitStack() as stack:
-        # Matrix products have attention weights to read.
+        # Attention by matrix products has weights to read.
         stack.callback(parts.lm.set_attn_implementation, parts.lm.config._attn_implementation)
         parts.lm.set_attn_implementation("eager")
         for layer in parts.layers:

@@ -82,8 +82,8 @@ class Slurm(Launcher):
     def start(self, run: SweepRun) -> RunJob:
         """A job that trains the run: the one that an earlier sweep has left in the queue, or a new one."""
         folder = JobFolder(run)
-        earlier = str(read_json(folder.path / "id.json").get("id"))  # of the job submitted last
-        if folder.ended() is None and earlier in (queued() or ()):
+        earlier = read_json(folder.path / "id.json").get("id")  # of the job submitted last
+        if earlier and folder.ended() is None and earlier in (queued() or ()):
             return SlurmJob(self, folder, earlier, f"Slurm's job {earlier} of an earlier sweep is still in the queue")
         return SlurmJob(self, folder, self.submit(run, folder), None)
 
