@@ -127,7 +127,8 @@ def run(folder, name, text, capsys, *options):
 @pytest.mark.parametrize("name", CASES)
 def test_each_form_becomes_a_configuration_that_loads(name, tmp_path, capsys):
     text, expected = CASES[name]
-    config, _, _ = run(tmp_path, name, text, capsys, *["--rows", "500"] * (name not in COUNT_NO_EPOCHS))
+    config, _, told = run(tmp_path, name, text, capsys, *["--rows", "500"] * (name not in COUNT_NO_EPOCHS))
+    assert len(set(told.splitlines())) == len(told.splitlines()), "a note is said twice"
     for key, value in expected.items():
         found = config
         for part in key.split("."):

@@ -107,7 +107,7 @@ class Migrated(Translation):
 def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Migrated:
     """A configuration that loads, of a project's settings; values that are refused here are left to the user."""
     found = translate(project, {**given, "num_labels": None})
-    made = Migrated(**vars(found), title=project.title, notes=notes)
+    made = Migrated(**vars(found), title=project.title, notes=[*notes])
     settings, known = made.settings, settings_of(PPOConfig)
     for key in list(settings):
         try:
