@@ -42,6 +42,13 @@ def test_a_flag_for_a_text_holds_that_text_and_null_is_none_where_it_may_be(text
     assert read("--rollout.stop+", text)["rollout"]["stop"] == [text] or text == "[INST]", "one more of a list"
 
 
+def test_a_flag_for_one_more_keeps_those_before_it_in_groups_too(capsys):
+    assert read("--rollout.stop+", "a", "--rollout.stop+", "b") == {"rollout": {"stop": ["a", "b"]}}
+    assert read("--rollout.stop", "[a]", "--rollout.stop+", "[b, c]") == {"rollout": {"stop": ["a", "b", "c"]}}
+    told = "rollout.stop is 'END'; it must be a list of texts, such as [\"END\"]"
+    assert refused(capsys, "train", "--rollout.stop", "END", "--rollout.stop+", "b") == told
+
+
 def test_a_list_in_a_flag_has_brackets_and_quotes_where_a_text_may_stand():
     assert read("--prompts.text", '["# a", "~"]')["prompts"]["text"] == ["# a", "~"]
     assert read("--prompts.text", " ['a']")["prompts"]["text"] == ["a"]

@@ -16,6 +16,7 @@ import yaml
 
 from tokencredit.commands.settings_help import commented_yaml, first_sentences, help_of, rows_of, table
 from tokencredit.errors import ConfigError
+from tokencredit.runs.folder import setting_of
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import RewardTerm
 from tokencredit.settings.fields import at_home, check_value, no_group, options_of, settings_of, unknown_key, wanted_of
@@ -194,13 +195,17 @@ class Parser(argparse.ArgumentParser):
             if key == "config":
                 new = self._read_file(at_home(text))
             else:
-                value = value_of(settings_of(self.kind)[key.removesuffix("+")].hint, key, text)
-                if key.endswith("+"):
-                    key = key.removesuffix("+")
-                    default = settings_of(self.kind)[key].default or []
-                    before = options.settings.get(key, [asdict(x) if isinstance(x, RewardTerm) else x for x in default])
-                    value = [*before, *(value if isinstance(value, list) else [value])]
-                new = grouped(self.kind, [(key, value)])
+                name = key.removesuffix("+")
+                setting = settings_of(self.kind)[name]
+                value = value_of(setting.hint, key, text)
+                if name != key:
+                    default = [asdict(x) if isinstance(x, RewardTerm) else x for x in setting.default or []]
+                    before = setting_of(options.settings, name)
+                    before = default if before is None else before
+                    # A value that is no list is refused, as it is without the flag.
+                    more = value if isinstance(value, list) else [value]
+                    value = [*before, *more] if isinstance(before, list) else before
+                new = grouped(self.kind, [(name, value)])
             options.settings = merged(self.kind, options.settings, new)
 
     def _read_file(self, file: str) -> dict[str, Any]:
