@@ -25,17 +25,14 @@ def label_in_terminal(session: Session, console: Console, read_key: Callable[[],
     """Show pairs and read labels until all pairs have one, `q`, or an empty key, the end of the input."""
     while (pair := session.current()) is not None:
         show(session, pair, console)
-        while True:
-            key = read_key()[:1].lower()
-            if key in KEYS:
-                session.label(KEYS[key])
-                break
-            if key == "u":
-                session.back()
-                break
-            if key in ("q", ""):
-                return
+        while (key := read_key()[:1].lower()) not in (*KEYS, "u", "q", ""):
             console.print(HELP)
+        if key in ("q", ""):
+            return
+        if key == "u":
+            session.back()
+        else:
+            session.label(KEYS[key])
 
 
 def show(session: Session, pair: Pair, console: Console) -> None:
