@@ -141,35 +141,14 @@ def older_lambda(studies: Studies) -> str:
     )
 
 
-CRITIC_FREE = ("uniform", "group_relative", "leave_one_out")
-
-
-def trained_critics(text: Study) -> bool:
-    """True if kept runs of estimators that read no critic trained one all the same."""
-    return any(has({name: text.get(f"estimator={name}", {})}, "value_loss") for name in CRITIC_FREE)
-
-
 def uniform_verdict(text: Study, cartpole: Study) -> str:
     """The verdict on credit by token against one credit per text, or on CartPole per episode."""
     words, texts = judged(text, whole, [("estimator=gae", "estimator=uniform", "reward")])
-    note = ", compared with `uniform` runs that [trained a critic too](#7a-every-estimator)" * trained_critics(text)
     games, episodes = judged(cartpole, whole, [("estimator=gae", "estimator=total_return", RETURN)])
     return (
-        f"on texts of at most 24 tokens: {words}, {'; '.join(texts)} of mean reward{note}. On CartPole, beside one "
+        f"on texts of at most 24 tokens: {words}, {'; '.join(texts)} of mean reward. On CartPole, beside one "
         f"credit for all steps of an episode: {games}, {'; '.join(episodes)} of mean return"
     ).replace("estimator=", "")
-
-
-def critic_free_note(text: Study) -> str:
-    """A note on kept runs from before `critic.kind: none`."""
-    if not trained_critics(text):
-        return "`uniform`, `group_relative`, `leave_one_out` and rows with `critic=none` train no critic."
-    return (
-        "**Runs kept from before `critic.kind: none`.** `uniform`, `group_relative` and `leave_one_out` had a critic "
-        "on the shared trunk. They do not use it, but its value loss moved the policy through the trunk, even at a "
-        "constant reward. So their rows are not results of training without a critic; the recipe's runs will replace "
-        "them."
-    )
 
 
 CONTROL_BY_MAP = "token-gae-8-per-map"
@@ -177,8 +156,6 @@ CONTROL_BY_MAP = "token-gae-8-per-map"
 
 def map_control(study: Study) -> str:
     """How much of the critic's lead is that it sees more maps."""
-    if CONTROL_BY_MAP not in study:
-        return f"The control with a critic and eight episodes per map, `{CONTROL_BY_MAP}`, has no kept runs yet."
     others = ("group-relative", "leave-one-out")
     words, shown = judged(study, whole, [(CONTROL_BY_MAP, other, "reward") for other in others])
     return f"That a critic is ahead of both with eight episodes per map too: {words}, {'; '.join(shown)}."

@@ -148,16 +148,11 @@ def test_verdicts_on_lambda_follow_the_runs_of_the_recipes():
     assert claims.older_lambda(studies | {"humanoid": pendulum}) == "All runs are of these recipes."
 
 
-def test_runs_without_a_critic_and_with_as_many_maps_replace_the_notes():
-    def runs(height, **more):
-        return {str(seed): {"reward": [height + seed / 100] * 20} | more for seed in range(3)}
+def test_a_critics_lead_on_the_grid_is_judged_at_as_many_maps():
+    def runs(height):
+        return {str(seed): {"reward": [height + seed / 100] * 20} for seed in range(3)}
 
-    texts = {"estimator=gae": runs(0.9, value_loss=[1.0]), "estimator=uniform": runs(0.5)}
-    assert "train no critic" in claims.critic_free_note(texts)
-    texts["estimator=uniform"] = runs(0.5, value_loss=[1.0])
-    assert claims.critic_free_note(texts).startswith("**Runs kept from before")
     grid = {"group-relative": runs(0.5), "leave-one-out": runs(0.5)}
-    assert "has no kept runs yet" in claims.map_control(grid)
     assert "per map too: **holds here**, token-gae-8-per-map less group-relative: +0.4 [" in claims.map_control(
         grid | {claims.CONTROL_BY_MAP: runs(0.9)}
     )
