@@ -30,7 +30,7 @@ from tokencredit.settings.fields import flat
 from tokencredit.settings.reader import load_yaml, read_yaml
 from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.training import AuditConfig
-from tokencredit.tools.limit_run import limit
+from tokencredit.tools.limit_run import limit_of_settings
 from tokencredit.user_code.parts import loaded_parts
 
 DATA = Path(__file__).parent / "findings-data" / "worlds.json"
@@ -72,8 +72,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "clip 0.1": {"ppo.clip": 0.1},
     "temperature 2": {"rollout.temperature": 2.0},
     "gentle": {"optim.max_grad_norm": 0.5, "optim.lr": 8e-5, "critic.lr": 8e-4},
+    "temperature 0.5": {"rollout.temperature": 0.5},
+    "learned": LEARNED,
+    "learned, orthogonal head": {**LEARNED, "critic.init": "orthogonal"},
+    "learned, no value clip": {**LEARNED, "critic.clip": None},
+    "learned, whitened scores": {**LEARNED, "score.normalize": "batch"},
+    "learned, keep mean": {**LEARNED, "score.normalize": "batch", "score.shift_mean": False},
 }
-"""Changes to the default, in runs of 20 iterations without audits."""
+"""Changes to the default and, from `learned` on, to a learned critic, in runs of 20 iterations without audits."""
 VARIANTS |= {name: {"run.iterations": 20} | change for name, change in CHANGES.items()}
 LIMIT, SAMPLES = "limit", 2048
 """Key of a world's limit beside its variants, and the reference's completions that it is estimated from."""
@@ -83,7 +89,10 @@ KEPT = (
     "length",
     "ref_logprob",
     "distinct",
+    "distinct_2",
     "entropy",
+    "value_loss",
+    "value_mean",
     "explained_variance",
     "lam",
     "critic_share",
@@ -227,7 +236,8 @@ def keep_limit(out: Path, world: str) -> None:
     kept, name = read(out), world.partition("=")[0]
     if LIMIT not in kept.get(name, {}):
         with tempfile.TemporaryDirectory() as folder:
-            best = limit(PPOConfig.from_dict(world_settings(world) | {"run.dir": f"{folder}/run"}), SAMPLES)
+            args = PPOConfig.from_dict(world_settings(world) | {"run.dir": f"{folder}/run"})
+            best = limit_of_settings(args, SAMPLES)
         figures = {"best": best.objective, "low": best.low, "high": best.high, "reference": best.start}
         kept.setdefault(name, {})[LIMIT] = {key: round(x, 4) for key, x in figures.items()}
         write(out, kept)
