@@ -61,7 +61,6 @@ CASES = {
     | {
         "model.name": "gpt2",
         "critic.layers": 1,
-        "critic.freeze_attention": True,
         "advantage.bootstrap": True,
         "sharding.reshard_after_forward": False,
     },

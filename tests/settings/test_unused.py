@@ -90,13 +90,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "critic.trunk_lr",
         "with critic.detach",
     ),
-    ("text", {"critic.freeze_attention": True}, "critic.freeze_attention", "without critic.kind: separate"),
-    (
-        "text",
-        {"critic.freeze_attention": True, "critic.kind": "separate", "critic.detach": True},
-        "critic.freeze_attention",
-        "with critic.detach",
-    ),
     ("text", {"critic.name": "reward-model"}, "critic.name", "without critic.kind: separate"),
     ("text", {"critic.head": "linear", "critic.activation": "relu"}, "critic.activation", "without critic.head: mlp"),
     *[

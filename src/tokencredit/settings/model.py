@@ -140,8 +140,6 @@ class CriticConfig(CriticTraining):
     detach: bool = setting(False, needs=LEARNS)
     """Stop the gradient of the value loss at the head: a shared trunk is trained by the policy alone, a separate one
     stays frozen."""
-    freeze_attention: bool = setting(False, needs=("kind: separate", "coef or epochs", "not detach"))
-    """Keep the attention of a separate critic's trunk as it began (SAO); the rest of the trunk and the head learn."""
 
 
 @dataclass

@@ -128,7 +128,6 @@ class PPOConfig(Configuration):
         refused = {
             "critic.kind": critic.kind != "separate",
             "critic.detach": critic.detach,
-            "critic.freeze_attention": critic.freeze_attention,
             "critic.layers": critic.layers,
         }
         refused |= {"run.shard": self.run.shard == "full"}

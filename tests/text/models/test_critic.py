@@ -356,17 +356,6 @@ def test_a_detached_separate_critic_trains_its_head_alone(tmp_path):
     )
 
 
-def test_a_critic_with_frozen_attention_trains_the_rest_of_its_trunk_alone(tmp_path):
-    critic = CriticConfig(kind="separate", freeze_attention=True, epochs=1)
-    trainer = PPOTrainer(args=small(tmp_path, critic=critic))
-    before, policy = copy_weights(trainer.policy.critic), copy_weights(trainer.policy.lm)
-    trainer.iteration(1)
-    changed = changed_weights(trainer.policy.critic, before)
-    assert {"trunk.h.0.mlp.c_fc.weight", "head.0.weight"} <= set(changed)
-    assert not [name for name in changed if "attn" in name]
-    assert any("attn" in name for name in changed_weights(trainer.policy.lm, policy)), "the policy's attention learns"
-
-
 def test_a_critic_that_sees_the_future_is_refused(tokenizer, tmp_path):
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     BertModel(BertConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path / "encoder")

@@ -124,7 +124,6 @@ def test_a_run_saves_its_critic_and_another_goes_on_with_it(more, model_folders,
         ({"critic.kind": "shared"}, r"critic\.lora\.rank is 2, and critic\.kind is shared; .* change one of them"),
         ({"critic.layers": 1}, r"critic\.lora\.rank is 2, and critic\.layers is 1"),
         ({"critic.detach": True}, r"critic\.lora\.rank is 2, and critic\.detach is true"),
-        ({"critic.freeze_attention": True}, r"critic\.lora\.rank is 2, and critic\.freeze_attention is true"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_refused(changes, message):

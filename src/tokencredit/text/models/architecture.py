@@ -107,14 +107,6 @@ def attention_of(trunk: nn.Module) -> list[nn.Module]:
     return [x for x in named if any(p.dim() > 1 for p in x.parameters())]
 
 
-def freeze_attention(trunk: nn.Module) -> None:
-    """Exclude the attention of a critic's trunk from training; `ConfigError` if it has none."""
-    if not (found := attention_of(trunk)):
-        raise ConfigError(f"critic.freeze_attention is true, and {type(trunk).__name__} has no attention; leave it out")
-    for module in found:
-        module.requires_grad_(False)
-
-
 def weight_hash(weight: Tensor) -> int:
     """A hash of a weight, to detect changes."""
     return int(torch.hash_tensor(weight).view(torch.int64))

@@ -24,7 +24,7 @@ from tokencredit.learn.state import trainable
 from tokencredit.learn.value_heads import HistogramHead, ScaledHead
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.text.models.adapters import CRITIC, AdapterSwitch
-from tokencredit.text.models.architecture import cut_layers, freeze_attention, layer_limit, trunk_of, width
+from tokencredit.text.models.architecture import cut_layers, layer_limit, trunk_of, width
 from tokencredit.text.models.foreign_weights import find_head, head_layer
 from tokencredit.text.models.model_loading import (
     as_config_error,
@@ -230,8 +230,6 @@ def build_critic(
     """
     if not args.ours:
         return None, []
-    if trunk is not None and args.freeze_attention:
-        freeze_attention(trunk)
     tap = layer_limit(args.layers, lm) if trunk is None else None
     init = "zeros" if args.init == "saved" else args.init
     bins = BINS if args.loss == "histogram" else None
