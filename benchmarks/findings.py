@@ -383,7 +383,7 @@ def tables(found: Studies) -> dict[str, str]:
             "sao",
             verified
             | {"age of a token, updates": (end, "age_mean"), "clipped or masked tokens": (whole, "clip_fraction")},
-            [pair[::-1] for pair in pairwise(["single", *SAO])],
+            [(rung, below) for rung, (below, _) in SAO.items()],
             base="grpo",
         ),
         "planted": length_table(found["planted-credit"], first, "shown", exact="exact answer"),

@@ -56,13 +56,14 @@ PATHS = (
 )
 """Paths of that study whose differences are shown."""
 SAO = {
-    "dis": "masking by double-sided importance sampling solves more than PPO's clip",
-    "faster-critic": "two updates of the critic per update of the policy solve more than one",
-    "frozen-attention": "a critic whose attention is frozen solves more",
-    "value-pretraining": "a pretrained critic solves more",
-    "length-adaptive": "a λ that adapts to the length solves more, with the critic's at 1",
+    "dis": ("single", "masking by double-sided importance sampling solves more than PPO's clip"),
+    "faster-critic": ("dis", "two updates of the critic per update of the policy solve more than one"),
+    "frozen-attention": ("faster-critic", "a critic whose attention is frozen solves more"),
+    "value-pretraining": ("faster-critic", "a pretrained critic solves more"),
+    "length-adaptive": ("value-pretraining", "a λ that adapts to the length solves more, with the critic's at 1"),
+    "grpo-dis": ("grpo", "in groups too, masking by double-sided importance sampling solves more than PPO's clip"),
 }
-"""Rungs of the study `sao` above `single`, and the claim that each makes."""
+"""Variants of the study `sao`: the one that each changes, and its claim."""
 LEARNED_OR_NONE = ("learned critic", "group_relative", "leave_one_out")
 """Variants without scores of prefixes that were run in three worlds."""
 RETURN = "train/average_return"
@@ -330,8 +331,8 @@ CLAIMS = (
         [("single", "grpo", "eval/reward")],
     ),
     *(
-        Claim(f"16{letter}", SAO[rung], "sao", *SOLVED, [(rung, below, "eval/reward")])
-        for letter, (below, rung) in zip("bcdef", pairwise(["single", *SAO]), strict=True)
+        Claim(f"16{letter}", claim, "sao", *SOLVED, [(rung, below, "eval/reward")])
+        for letter, (rung, (below, claim)) in zip("bcdefh", SAO.items(), strict=True)
     ),
     Claim(
         "16g",
