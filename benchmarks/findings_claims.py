@@ -332,10 +332,10 @@ CLAIMS = (
     ),
     *(
         Claim(f"16{letter}", claim, "sao", *SOLVED, [(rung, below, "eval/reward")])
-        for letter, (rung, (below, claim)) in zip("bcdefh", SAO.items(), strict=True)
+        for letter, (rung, (below, claim)) in zip("bcdefg", SAO.items(), strict=True)
     ),
     Claim(
-        "16g",
+        "16h",
         "SAO's changes together solve more than GRPO",
         "sao",
         *SOLVED,
