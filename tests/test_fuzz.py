@@ -35,7 +35,7 @@ from tokencredit.runs.resuming import for_trainer, newest
 from tokencredit.settings.control import AgentRunConfig, AgentUpdateConfig, ControlConfig, EpisodesConfig
 from tokencredit.text.data.datasets import column_values, read_dataset
 from tokencredit.text.data.prompts import Prompts
-from tokencredit.tools.preferences.labels import Labels, Pair, read_pairs, readable
+from tokencredit.tools.preferences.labels import Labels, Pair, export, read_pairs, readable
 from tokencredit.tools.sweep.sweep_file import read_sweep
 
 pytestmark = pytest.mark.slow
@@ -453,11 +453,11 @@ def test_damaged_pairs_and_labels_are_read_or_refused(real, folder):
         with answered():
             try:
                 labels = Labels.open(file)
-                assert json.dumps(labels.preferences([Pair(key, "", "", "") for key in labels.rows]))
             except ConfigError:
                 assert file.read_bytes() == data
                 raise
             begun = data[: data.rfind(b"\n") + 1]
             assert file.read_bytes() in (begun, data + b"\n"), "the last line is removed, or a whole label"
+            export(labels, [Pair(key, "", "", "") for key in labels.rows], folder / "preferences.jsonl")
 
     fuzz()
