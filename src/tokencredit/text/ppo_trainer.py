@@ -281,7 +281,7 @@ class PPOTrainer(LoopByHand):
         scored = self.scored(batch)
         events = episode_events(scored.episodes or ()) | end_event(self.credit.prefixes, self.tokenizer)
         for name, line in events.items():
-            self.report_once(name, line)
+            self._report_once(name, line)
         return scored
 
     def update(self, number: int, batch: Batch, experience: Experience, kl: float | None = None) -> dict[str, float]:

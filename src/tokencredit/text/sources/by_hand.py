@@ -285,7 +285,7 @@ class LoopByHand(Trainer):
         """Prompts that leave room for `new` tokens as a batch, each `repeat` times."""
         config = self.loaded.prompts
         limit = max_prompt_length(self.pipeline.policy.lm, new, self.loaded.ppo.micro_batch_tokens)
-        self.report_once("prompts", "prompts come from calls in Python, not from the configuration")
+        self._report_once("prompts", "prompts come from calls in Python, not from the configuration")
         if self.pipeline.player is not None:
             raise ConfigError("prompts are the environment's; call sample() without any, and adopt no completions")
         if isinstance(prompts, Mapping) or (not isinstance(prompts, str) and len(prompts) == 0):
@@ -301,7 +301,7 @@ class LoopByHand(Trainer):
         batch = Prompts(listed, self.tokenizer, config, name="prompts", limit=limit).batch(0, len(listed))
         return batch.select([row for row in range(len(batch.ids)) for _ in range(repeat)]) if repeat > 1 else batch
 
-    def report_once(self, name: str, line: str) -> None:
+    def _report_once(self, name: str, line: str) -> None:
         """Log a line, unless one of this name was logged."""
         if name not in self.reported:
             self.reported.add(name)
