@@ -362,7 +362,8 @@ elif __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
     for library in LIBRARIES:
-        importlib.import_module(library)
+        with contextlib.suppress(ModuleNotFoundError):  # vLLM's environment has fewer
+            importlib.import_module(library)
     for parser, _ in sys.modules["tokencredit.commands"].COMMANDS.values():
         parser()  # kept by the package: reading the help texts takes a second of a core
     # What the first model and the first page of a process take: a thousand regular expressions, and templates.
