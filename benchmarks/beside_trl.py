@@ -4,8 +4,8 @@
         [--methods ours ppo grpo rloo] [--seeds 1 2 3 4 5]
 
 `ppo` is TRL 1.9.2's PPOTrainer, the last one, in an environment with `torch==2.13.0 trl==1.9.2`; `grpo` and `rloo` are
-TRL 1.16's. The worlds of folders are made by benchmarks/worlds.py; those of an example have its first reward, a
-function, and its number of tokens. All run on one thread with the main job's settings: 40 iterations of 64 completions
+TRL 1.16's. The worlds of folders are made by benchmarks/worlds.py; those of an example have its policy, prompts, reward
+and number of tokens. All run on one thread with the main job's settings: 40 iterations of 64 completions
 of 24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, a KL coefficient of 0.05 nats per sequence. `ours`
 is the default, in bfloat16 where the CPU has its instructions; TRL's models are in float32. Differences of TRL:
 
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import runpy
 import sys
 import tempfile
 import time
@@ -35,10 +34,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import yaml
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
+
+sys.path.append(str(Path(__file__).parents[1] / "src"))  # for the environment of TRL 1.9.2
+from tokencredit.settings.reader import read_yaml
+from tokencredit.settings.text import PPOConfig
+from tokencredit.text.rewards.terms import build_terms, score
 
 DATA = Path(__file__).parent / "findings-data" / "beside-trl.json"
 REVIEWS = Path(__file__).parents[1] / "src" / "tokencredit" / "demo" / "reviews"
@@ -54,39 +57,38 @@ PADDING = 255
 """A byte that occurs in no text; the policies give it no probability to speak of."""
 
 
+OF_AN_EXAMPLE = ("model", "prompts", "reward")
+"""The parts of an example's configuration that make a world, beside the number of tokens."""
+
+
 def settings_of(world: str) -> dict[str, Any]:
     """The settings of a world: the built-in one, `NAME=FOLDER`, or `NAME=FILE` of an example."""
     path = Path(world.partition("=")[2])
     if path.suffix == ".yaml":
-        example = yaml.safe_load(path.read_text())
-        text = example["prompts"]["text"]
-        return {
-            "model.name": example.get("model", {}).get("name", BUILTIN["model.name"]),
-            "prompts.text": text if isinstance(text, list) else [text],
-            "reward": example["reward"][:1],
-            "rollout.max_new_tokens": example["rollout"]["max_new_tokens"],
-        }
+        example = read_yaml(path)
+        parts = {part: example[part] for part in OF_AN_EXAMPLE if part in example}
+        length = {"rollout.max_new_tokens": example["rollout"]["max_new_tokens"]}
+        return {"model": {"name": BUILTIN["model.name"]}} | parts | length
     return BUILTIN if world == "builtin" else json.loads((path / "world.json").read_text())
 
 
 class World:
-    """A policy to train, its prompts and a reward: a classifier's probability of one label, or a function."""
+    """A policy to train, its prompts, with the columns that the reward reads, and the reward."""
 
     def __init__(self, name: str):
-        settings = settings_of(name)
-        self.reward = settings["reward"][0]
-        self.name, self.policy, self.prompts = name, settings["model.name"], settings["prompts.text"]
-        self.tokens = settings.get("rollout.max_new_tokens", 24)
+        config = PPOConfig.from_dict({"rollout.max_new_tokens": 24} | settings_of(name))
+        texts, file = config.prompts.text, config.prompts.dataset
+        if file:
+            rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+        else:
+            rows = [{"prompt": text} for text in ([texts] if isinstance(texts, str) else texts)]
+        self.columns = {row["prompt"]: row for row in rows}
+        self.name, self.policy, self.prompts = name, config.model.name, list(self.columns)
+        self.terms, self.tokens = build_terms(config.reward, "cpu"), config.rollout.max_new_tokens
         # TRL strips padding from texts, so padding can be neither the end-of-text token nor any token that is sampled.
         self.tokenizer = AutoTokenizer.from_pretrained(self.policy, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(PADDING)
         self.width = max(len(self.tokenizer(prompt)["input_ids"]) for prompt in self.prompts)
-        if "classifier" in self.reward:
-            self.words = AutoTokenizer.from_pretrained(self.reward["classifier"])
-            self.classifier = AutoModelForSequenceClassification.from_pretrained(
-                self.reward["classifier"], dtype=torch.float32
-            ).eval()
-            self.label = self.classifier.config.label2id[self.reward["label"]]
 
     def model(self, folder: str | Path | None = None) -> Any:
         """A language model in float32: the reference, or one from a folder."""
@@ -96,17 +98,15 @@ class World:
         """The first `number` prompts, cycled."""
         return [self.prompts[row % len(self.prompts)] for row in range(number)]
 
-    @torch.no_grad()
     def scores(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Reward of whole texts; the classifier has a vocabulary of its own, so they are decoded and read anew."""
-        if "function" in self.reward:
-            file, _, function = self.reward["function"].partition(":")
-            split = slice(None, self.width), slice(self.width, None)
-            prompts, completions = (self.texts(ids[:, part], mask[:, part]) for part in split)
-            options = self.reward.get("kwargs", {})
-            return torch.tensor(runpy.run_path(file)[function](prompts, completions, **options))
-        read = self.words(self.texts(ids, mask), return_tensors="pt", padding=True, truncation=True)
-        return self.classifier(**read).logits.softmax(-1)[:, self.label]
+        """Reward of whole texts; models that score have a vocabulary of their own, so the ids are decoded."""
+        split = slice(None, self.width), slice(self.width, None)
+        prompts, completions = (self.texts(ids[:, part], mask[:, part]) for part in split)
+        rows = [self.columns[prompt] for prompt in prompts]
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        return torch.tensor(
+            score(self.terms, prompts, completions, columns, mask[:, self.width :].sum(1).tolist()).totals
+        )
 
     def texts(self, ids: Tensor, mask: Tensor) -> list[str]:
         """The rows as text."""

@@ -9,6 +9,8 @@ import torch
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("trl")
+from transformers import AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
+
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import beside_trl  # noqa: E402
 from beside_trl import PADDING, World  # noqa: E402
@@ -29,13 +31,34 @@ def test_texts_are_padded_at_both_ends(world):
     assert (ids[~mask] == PADDING).all()
 
 
-def test_the_reward_of_an_example_is_its_function(monkeypatch):
+@torch.no_grad()
+def test_the_reward_of_the_built_in_world_is_the_classifiers_probability_in_float32(world):
+    prompt, completion = world.prompts[0], " terrible and boring."
+    found = world.scores(*world.padded([prompt], [world.tokenizer(completion)["input_ids"]]))
+    folder = beside_trl.BUILTIN["reward"][0]["classifier"]
+    judge = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    read = AutoTokenizer.from_pretrained(folder)(prompt + completion, return_tensors="pt")
+    assert found.tolist() == pytest.approx(
+        [float(judge(**read).logits.softmax(-1)[0, judge.config.label2id["NEGATIVE"]])]
+    )
+
+
+def test_the_reward_of_an_example_is_its_weighted_terms_with_the_columns_of_each_prompt(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    world = World("few-words=examples/few-words/run.yaml")
+    few = World("few-words=examples/few-words/run.yaml")
     completions = [" good.", " good", " one two three four five six seven eight nine ten."]
-    texts = world.padded(["The story was"] * 3, [world.tokenizer(text)["input_ids"] for text in completions])
-    assert world.scores(*texts).tolist() == pytest.approx([1, 0, 0.8])
-    assert texts[0].shape[1] == world.width + 32
+    texts = few.padded(["The story was"] * 3, [few.tokenizer(text)["input_ids"] for text in completions])
+    assert few.scores(*texts).tolist() == pytest.approx([1, 0, 0.8])
+    assert texts[0].shape[1] == few.width + 32
+
+    verdicts = World("no-repetition=examples/no-repetition/run.yaml")
+    prompts = ["Thumbs up. The film was", "Thumbs down. The film was"]
+    completions = [" good.", " good.", " good good good good."]
+    ids = [verdicts.tokenizer(text)["input_ids"] for text in completions]
+    up, down, repeated = verdicts.scores(*verdicts.padded([*prompts, prompts[0]], ids)).tolist()
+    assert up > 0.5 > down
+    assert up + down == pytest.approx(1)
+    assert repeated < up - 1  # the penalty has a weight of -2
 
 
 @torch.no_grad()
