@@ -5,9 +5,10 @@
 
 `ppo` is TRL 1.9.2's PPOTrainer, the last one, in an environment with `torch==2.13.0 trl==1.9.2`; `grpo` and `rloo` are
 TRL 1.16's. The worlds of folders are made by benchmarks/worlds.py; those of an example have its policy, prompts, reward
-and number of tokens. All run on one thread with the main job's settings: 40 iterations of 64 completions
-of 24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, a KL coefficient of 0.05 nats per sequence. `ours`
-is the default, in bfloat16 where the CPU has its instructions; TRL's models are in float32. Differences of TRL:
+and number of tokens, and its score is not normalized. All run on one thread with the main job's settings: 40 iterations
+of 64 completions of 24 tokens, 4 epochs of 4 minibatches, a rate of 1e-4 that decays, a KL coefficient of 0.05 nats per
+sequence. `ours` is the default, in bfloat16 where the CPU has its instructions; TRL's models are in float32.
+Differences of TRL:
 
 - Advantages of `ours` and `ppo` are whitened. RLOO clips the ratio of whole completions.
 - `ours` scores the prefixes of completions too, where the reward can: equal tokens are not equal calls of the reward.
