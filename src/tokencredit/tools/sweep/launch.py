@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -65,17 +66,17 @@ class RunJob(Protocol):
         """Pass a signal on to the run; a job that has not begun is withdrawn."""
 
 
-class Launcher:
-    """Base class of launchers, which start jobs."""
+class Launcher(ABC):
+    """Starts jobs."""
 
     pause = 1.0
     """Seconds between polls."""
 
+    @abstractmethod
     def start(self, run: SweepRun) -> RunJob:
         """A job that trains the run; raises `OSError` if it cannot be started."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Release what the launcher holds, by default nothing; its jobs have ended or go on alone."""
 
 
