@@ -2,11 +2,12 @@
 
     python benchmarks/truth.py [--worlds builtin subj=FOLDER trec=FOLDER] [--variants default …] [--seeds 1 2 3 4 5]
 
-A variant is a name below, or settings, such as `advantage.estimator=mine.py:by_entropy`, with a comma between several.
-`make truth` does it in the built-in world; the folders of the others are made by benchmarks/worlds.py. Each run is a
-separate process. Its figures go to benchmarks/findings-data/worlds.json, from which `make findings` makes the first
-chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits. The
-README's table comes last; with `--seeds` and nothing after it no run is made.
+A variant is a name below, or settings, such as `advantage.estimator=mine.py:by_entropy`, with a comma between several,
+or one of a sweep in recipes/negative-sentiment, such as `"hacking: no-kl"`, with the world's policy, prompts and
+reward. `make truth` does it in the built-in world; the folders of the others are made by benchmarks/worlds.py. Each run
+is a separate process. Its figures go to benchmarks/findings-data/worlds.json, from which `make findings` makes the
+first chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits.
+The README's table comes last; with `--seeds` and nothing after it no run is made.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ LARGE = {
 }
 """Audits of `first 20`: the more the policy has learned, the less its states differ, and the more samples it takes."""
 BASE = {"run.iterations": 60, "run.trackers": [], "run.samples": 0, "run.save_every": 0, "audit.at_end": False}
-RECIPE = read_yaml(Path(__file__).parents[1] / "recipes" / "true-credit" / "reviews.yaml")
+RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPE = read_yaml(RECIPES / "true-credit" / "reviews.yaml")
+OWN_WORLD = ("model.name", "prompts.text", "reward")
+"""Keys of a sweep's base that a world sets."""
+BUILT_IN_REWARD = {"classifier": "builtin:reviews", "label": "NEGATIVE"}
+"""The reward of those sweeps, for which a world has its own."""
 WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}
 LEARNED = {"critic.prefix_every": 0, "advantage.lam": 0.95}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -86,6 +92,7 @@ LIMIT, SAMPLES = "limit", 2048
 KEPT = (
     "reward",
     "kl",
+    "kl_coef",
     "length",
     "ref_logprob",
     "distinct",
@@ -125,9 +132,10 @@ class Audits(Callback):
 def run(world: str, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train and audit one run; returns its figures."""
     audits = Audits(audits_of(variant))
-    args = PPOConfig.from_dict(
-        world_settings(world) | BASE | settings_of(variant) | {"seed": seed, "run.dir": str(folder)}
-    )
+    own, changes = world_settings(world), settings_of(variant)
+    if own and "reward" in changes:
+        changes = changes | {"reward": in_world(changes["reward"], own["reward"][0])}
+    args = PPOConfig.from_dict(own | BASE | changes | {"seed": seed, "run.dir": str(folder)})
     trainer = PPOTrainer(args=args, callbacks=[audits])
     audits.began = time.perf_counter()
     trainer.train()
@@ -147,14 +155,44 @@ def world_settings(world: str) -> dict[str, Any]:
     return settings
 
 
+def in_world(reward: Any, term: dict[str, Any]) -> Any:
+    """A reward, or a part of it, with a world's classifier and label in place of the built-in world's."""
+    if isinstance(reward, list):
+        return [in_world(x, term) for x in reward]
+    if not isinstance(reward, dict):
+        return reward
+    if reward.get("classifier") == BUILT_IN_REWARD["classifier"] and not BUILT_IN_REWARD.items() <= reward.items():
+        sys.exit(f"the reward {reward} has no counterpart in other worlds")
+    world = term if BUILT_IN_REWARD.items() <= reward.items() else {}
+    return {key: in_world(x, term) for key, x in reward.items()} | world
+
+
 def settings_of(variant: str) -> dict[str, Any]:
-    """The settings of a variant by its name, or as `key=value`."""
+    """The settings of a variant by its name, of a recipe's, or as `key=value`."""
     if variant in VARIANTS:
         return VARIANTS[variant]
+    recipe, colon, name = variant.partition(": ")
+    if colon and "=" not in recipe:
+        return recipe_settings(RECIPES / "negative-sentiment" / f"{recipe}.yaml", name)
     pairs = [text.partition("=") for text in variant.split(",")]
     if not all(equals for _, equals, _ in pairs):
         sys.exit(f"--variants {variant}: give key=value, or one of {', '.join(VARIANTS)}")
     return {key: load_yaml(value) for key, _, value in pairs}
+
+
+def recipe_settings(file: Path, name: str) -> dict[str, Any]:
+    """The settings of a variant of a sweep, without those that a world sets."""
+    sweep = read_yaml(file)
+    if name not in sweep["variants"]:
+        sys.exit(f"{file} has no variant {name}; it has {', '.join(sweep['variants'])}")
+    base, changes = sweep["base"], sweep["variants"][name]
+    base = flat(read_yaml(file.parent / base) if isinstance(base, str) else base)
+    kept = {key: x for key, x in base.items() if not key.startswith(OWN_WORLD)}
+    reward = {"reward": changes["reward"]} if "reward" in changes else {}
+    changes = flat({key: x for key, x in changes.items() if key != "reward"})
+    if any(key.startswith(OWN_WORLD) for key in changes):
+        sys.exit(f"{file}: variant {name} sets a policy or prompts, as worlds do")
+    return kept | changes | reward
 
 
 def study_settings(variant: str) -> dict[str, Any]:
@@ -168,7 +206,7 @@ def study_settings(variant: str) -> dict[str, Any]:
 
 def audits_of(variant: str) -> dict[int, AuditConfig]:
     """The audits of a variant."""
-    if variant in CHANGES:
+    if variant in CHANGES or ": " in variant:
         return {}
     return LARGE if variant == "first 20" else AUDITS
 

@@ -27,3 +27,27 @@ def test_a_new_file_gets_the_worlds_limit_and_its_missing_runs_alone(tmp_path, m
     assert truth.main() == 0
     assert out.stat().st_mtime_ns == before
     assert change not in capsys.readouterr().out
+
+
+def test_a_recipes_variant_has_the_worlds_reward_in_place_of_its_own():
+    settings = truth.settings_of("spread: every-token")
+    assert settings["critic.prefix_every"] == 0
+    assert "model.name" not in settings
+    world = {"classifier": "questions", "label": "NUM"}
+    (term,) = truth.in_world(settings["reward"], world)
+    assert term["kwargs"] == world
+    assert term["function"].endswith("spread.py:every_token")
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [("write-up: prefix", "sets a policy or prompts"), ("hacking: none", "has no variant none")],
+)
+def test_a_recipes_variant_that_is_of_its_own_world_is_refused(variant, message):
+    with pytest.raises(SystemExit, match=message):
+        truth.settings_of(variant)
+
+
+def test_a_reward_without_a_counterpart_is_refused():
+    with pytest.raises(SystemExit, match="no counterpart"):
+        truth.in_world(truth.settings_of("claims: positive")["reward"], {"classifier": "questions", "label": "NUM"})
