@@ -46,8 +46,8 @@ LARGE = {
 BASE = {"run.iterations": 60, "run.trackers": [], "run.samples": 0, "run.save_every": 0, "audit.at_end": False}
 RECIPES = Path(__file__).parents[1] / "recipes"
 RECIPE = read_yaml(RECIPES / "true-credit" / "reviews.yaml")
-OWN_WORLD = ("model.name", "prompts.text", "reward")
-"""Keys of a sweep's base that a world sets."""
+NOT_OF_RECIPE = ("model.name", "prompts.text", "reward", "run.show_every")
+"""Keys of a sweep's base that a world or `BASE` decides."""
 BUILT_IN_REWARD = {"classifier": "builtin:reviews", "label": "NEGATIVE"}
 """The reward of those sweeps, for which a world has its own."""
 WITHOUT_CRITIC = {"critic.kind": "none", "rollout.per_prompt": 8}
@@ -187,10 +187,10 @@ def recipe_settings(file: Path, name: str) -> dict[str, Any]:
         sys.exit(f"{file} has no variant {name}; it has {', '.join(sweep['variants'])}")
     base, changes = sweep["base"], sweep["variants"][name]
     base = flat(read_yaml(file.parent / base) if isinstance(base, str) else base)
-    kept = {key: x for key, x in base.items() if not key.startswith(OWN_WORLD)}
+    kept = {key: x for key, x in base.items() if not key.startswith(NOT_OF_RECIPE)}
     reward = {"reward": changes["reward"]} if "reward" in changes else {}
     changes = flat({key: x for key, x in changes.items() if key != "reward"})
-    if any(key.startswith(OWN_WORLD) for key in changes):
+    if any(key.startswith(NOT_OF_RECIPE) for key in changes):
         sys.exit(f"{file}: variant {name} sets a policy or prompts, as worlds do")
     return kept | changes | reward
 

@@ -11,6 +11,8 @@ pytestmark = pytest.mark.slow
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import truth  # noqa: E402
 
+from tokencredit import PPOConfig  # noqa: E402
+
 
 def test_a_new_file_gets_the_worlds_limit_and_its_missing_runs_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(truth, "SAMPLES", 64)
@@ -37,6 +39,7 @@ def test_a_recipes_variant_has_the_worlds_reward_in_place_of_its_own():
     (term,) = truth.in_world(settings["reward"], world)
     assert term["kwargs"] == world
     assert term["function"].endswith("spread.py:every_token")
+    PPOConfig.from_dict(truth.BASE | settings)
 
 
 @pytest.mark.parametrize(
