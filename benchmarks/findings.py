@@ -177,6 +177,29 @@ def table_if_run(
     return table(study, columns, base=base if base in study else None, pairs=there(study, pairs))
 
 
+CHANGED = {
+    "temperature 0.5": "base",
+    "learned, orthogonal head": "learned",
+    "learned, no value clip": "learned",
+    "learned, whitened scores": "learned",
+    "learned, keep mean": "learned, whitened scores",
+}
+"""Changes in three worlds whose critic and distinct pairs were measured, and what each changes."""
+
+
+def change_table(worlds: Mapping[str, Study], columns: Columns, last: bool) -> str:
+    """The changes in each world: those of `CHANGED`, with what they change and the differences to it, or the others."""
+    names = {"learned", *CHANGED}
+    study = by_world(
+        {
+            world: {x: runs for x, runs in found.items() if x == "base" or (x in names) == last}
+            for world, found in worlds.items()
+        }
+    )
+    pairs = [(f"{world}, {one}", f"{world}, {other}") for world in worlds for one, other in CHANGED.items()]
+    return table(study, columns, pairs=there(study, pairs))
+
+
 def corrected(study: Study) -> list[tuple[str, str]]:
     """Each variant with a correction, such as `age=2,clip`, and the variant of that age without one."""
     return [(variant, variant.split(",")[0]) for variant in study if "," in variant]
@@ -279,6 +302,15 @@ def tables(found: Studies) -> dict[str, str]:
         "entropy": (lately, "entropy"),
         "unsteadiness of the reward": (unsteadiness, "reward"),
     }
+    valued = {
+        "reward, mean of all iterations": (whole, "reward"),
+        "reward at the end": (lately, "reward"),
+        "KL at the end": (lately, "kl"),
+        "distinct pairs of tokens at the end": (lately, "distinct_2"),
+        "value loss": (whole, "value_loss"),
+        "explained variance": (whole, "explained_variance"),
+        "value at the end": (lately, "value_mean"),
+    }
     steps = [pair[::-1] for path in PATHS for pair in pairwise(path)]
     lambdas_run, changes = by_lambda(found), found.get("changes", {})
     price = ("kl_ent", "kl-1.0", "entropy-0.02", "kl-0.5", "kl-0.5-entropy-0.02", "gae", "gae-1.5")
@@ -350,7 +382,8 @@ def tables(found: Studies) -> dict[str, str]:
         "claims-lambda": claims_by_place(lambdas_run, LAMBDA_CLAIMS),
         "verdict-7b": verdicts_by_place(lambdas_run, LAMBDA_CLAIMS, list(LAMBDA_CLAIMS)[:3]),
         "verdict-9": verdicts_by_place(lambdas_run, LAMBDA_CLAIMS, list(LAMBDA_CLAIMS)[3:]),
-        "changes": table(by_world(changes), changed) if changes else NOT_RUN,
+        "changes": change_table(changes, changed, last=False),
+        "changes-valued": change_table(changes, valued, last=True),
         "claims-changes": claims_by_place(by_change(changes), CHANGE_CLAIMS) if changes else NOT_RUN,
         "scaling": table(
             found["scaling"],

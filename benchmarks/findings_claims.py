@@ -87,6 +87,13 @@ CHANGE_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
     "clip 0.1 slows down": (whole, [("base", "clip 0.1", "reward")]),
     "temperature 2.0 ruins the text": (lately, [("base", "temperature 2", "ref_logprob")]),
     "gentle steps are steadier": (unsteadiness, [("base", "gentle", "reward")]),
+    "temperature 0.5 makes texts formulaic": (lately, [("base", "temperature 0.5", "distinct_2")]),
+    "an orthogonal head settles sooner": (whole, [("learned", "learned, orthogonal head", "value_loss")]),
+    "value clipping helps": (whole, [("learned", "learned, no value clip", "reward")]),
+    "whitening that keeps the mean lets values drift up": (
+        lately,
+        [("learned, keep mean", "learned, whitened scores", "value_mean")],
+    ),
 }
 """Claims on changes to the default, for each world, as those on λ."""
 WORLDS = {"builtin": "built-in reviews", "trec": "questions", "subj": "film sentences"}
