@@ -30,6 +30,17 @@ def test_several_choices_add_up():
     assert distribution.to_env(actions.numpy()).shape == (7, 2)
 
 
+@pytest.mark.parametrize("shape", [3, (2, 2)])
+def test_bits_are_choices_of_two(shape):
+    space = spaces.MultiBinary(shape)
+    distribution = actions_of(space, 0.0, "clip")
+    logits = torch.randn(7, 2 * distribution.parts)
+    actions = distribution.sample(logits, distribution.noise((7,), GENERATOR))
+    reference = torch.distributions.Bernoulli(logits=logits[:, 1::2] - logits[:, ::2])
+    torch.testing.assert_close(distribution.logprobs(logits, actions), reference.log_prob(actions.float()).sum(-1))
+    assert all(map(space.contains, distribution.to_env(actions.numpy())))
+
+
 def test_continuous_actions_are_those_of_torch_distributions():
     distribution = actions_of(spaces.Box(-1, 1, (3,)), -0.5, "clip")
     mean, actions = torch.randn(7, 3), torch.randn(7, 3)
@@ -61,7 +72,7 @@ def test_a_choice_starts_where_its_space_starts():
 
 
 def test_actions_that_are_not_supported():
-    with pytest.raises(ConfigError, match=r"its actions are MultiBinary.*Discrete, MultiDiscrete and continuous Box"):
-        actions_of(spaces.MultiBinary(3), 0, "clip")
+    with pytest.raises(ConfigError, match=r"its actions are Text.*Discrete, MultiDiscrete, MultiBinary and continuous"):
+        actions_of(spaces.Text(3), 0, "clip")
     with pytest.raises(ConfigError, match=r"agent\.actions is scale, but the bounds of .* are not finite"):
         actions_of(spaces.Box(-np.inf, 1, (2,)), 0, "scale")

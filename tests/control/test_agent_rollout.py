@@ -35,7 +35,7 @@ class Counter(gym.Env):
         self.ends, self.by, self.bad, self.episode = ends, by, bad, 0
 
     def observe(self):
-        broken = self.bad == "observation" and (self.episode, self.count) == (1, 2)
+        broken = self.bad in ("observation", "later") and (self.episode, self.count) == (1, 2)
         return np.array([self.episode, np.nan if broken else self.count], np.float32)
 
     def reset(self, *, seed=None, options=None):
@@ -44,6 +44,8 @@ class Counter(gym.Env):
 
     def step(self, action):
         self.count += 1
+        if self.bad == "later" and self.count == 3:
+            raise ValueError(f"cannot take {action} after NaN")
         if self.bad == "moves":
             os.chdir("/")
             torch.set_default_dtype(torch.float64)
@@ -183,6 +185,10 @@ def test_log_probabilities_and_values_are_those_of_an_update():
             "shape",
             r"raised ValueError: an observation has the shape \(3,\); its space has \(2,\), in step 2 of an epis",
         ),
+        (
+            "later",
+            r"with seed 1 gave an observation that is not finite, and then raised ValueError: .*, in step 3 of an ep",
+        ),
         ("none", r"raised TypeError: float\(\) argument must be .* not 'NoneType', in step 2 of an episode"),
     ],
 )
@@ -306,7 +312,9 @@ def test_what_an_environment_does_to_the_process_is_undone(bad, tmp_path, monkey
 
 @pytest.mark.filterwarnings("ignore:.*is out of date")
 def test_an_environment_that_does_not_exist():
-    with pytest.raises(ConfigError, match=r"env\.id is 'CartPoel-v1', which is not registered; did you mean CartPole"):
+    with pytest.raises(
+        ConfigError, match=r"'CartPoel-v1', which is not registered; did you mean CartPole.*\? For one of your own give"
+    ):
         make_envs(EnvConfig("CartPoel-v1"), 1, 0.99)
     with pytest.raises(ConfigError, match=r"env\.id is 'no_such_module:Env-v0': No module named 'no_such_module'"):
         make_envs(EnvConfig("no_such_module:Env-v0"), 1, 0.99)
@@ -329,6 +337,19 @@ def test_an_environment_that_does_not_exist():
         make_envs(EnvConfig("gymnasium:Cartpole-v1"), 1, 0.99)
     with pytest.raises(ConfigError, match=r"it names a module, not a file: give envs\.maze:Maze-v0$"):
         make_envs(EnvConfig("./envs/maze.py:Maze-v0"), 1, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "key"),
+    [(gym.wrappers.NormalizeObservation, "observations"), (gym.wrappers.NormalizeReward, "rewards")],
+)
+def test_statistics_of_one_copy_are_refused(wrapper, key, monkeypatch):
+    """An evaluation would play with statistics that have seen nothing."""
+    monkeypatch.setitem(SQUARES, "floats", (spaces.Box(0, 1, (1,)), [0.5], [0.5]))
+    gym.register("Wrapped-v0", lambda: gym.wrappers.TimeLimit(wrapper(Square("floats")), 5))
+    with pytest.raises(ConfigError, match=rf"^env\.id: .*{wrapper.__name__}, whose .* env\.normalize_{key}: true$"):
+        make_envs(EnvConfig("Wrapped-v0", processes=True), 2, 0.99)
+    del gym.registry["Wrapped-v0"]
 
 
 @pytest.mark.parametrize("processes", [False, True])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.envs.classic_control import CartPoleEnv
 from safetensors.torch import load_file
 
 from helpers.configs import control_config, quiet_agent
@@ -20,7 +21,7 @@ from tokencredit.control.agent_rollout import Collector
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.vector_environments import make_envs, statistics
 from tokencredit.core.masked import explained_variance
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.report.meanings import meaning
 from tokencredit.settings.control import (
     AgentAdvantageConfig,
@@ -29,6 +30,7 @@ from tokencredit.settings.control import (
     AgentRunConfig,
     AgentUpdateConfig,
     EnvConfig,
+    EpisodesConfig,
 )
 from tokencredit.settings.training import OptimConfig, RunConfig
 
@@ -383,6 +385,58 @@ def test_an_interrupted_run_of_a_notebook_goes_on_as_if_it_had_not_been(tmp_path
     kept = [read_metrics(tmp_path / name) for name in ("whole", "cut")]
     for name in ("loss", "train/average_return", "eval/average_return"):
         assert kept[0][-1][name] == kept[1][-1][name]
+
+
+class Faulty(CartPoleEnv):
+    """Raises once all copies of a process have taken `limit` steps."""
+
+    limit, taken = 10**9, 0
+
+    def step(self, action):
+        Faulty.taken += 1
+        if Faulty.taken > self.limit:
+            raise ValueError("a wheel came off")
+        return super().step(action)
+
+
+class Kinder(Faulty):
+    """Forgives the first step."""
+
+    forgiven = 1
+
+
+gym.register("Faulty-v0", Faulty, max_episode_steps=10)
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_an_iteration_whose_environment_raises_is_repeated_bit_for_bit(processes, tmp_path, monkeypatch):
+    options = {"normalize_observations": True, "normalize_rewards": True, "processes": processes}
+    args = partial(
+        small, iterations=2, env=EnvConfig("Faulty-v0", number=2, **options), eval=EpisodesConfig(episodes=0)
+    )
+    ControlTrainer(args(tmp_path / "whole")).train()
+    monkeypatch.setattr(Faulty, "taken", 0)
+    monkeypatch.setattr(Faulty, "limit", 23 if processes else 46)  # in the second iteration of 16 steps a copy
+    with pytest.raises(
+        RunStopped, match=r"^stopped in iteration 2: .*wheel(.|\n)*; mend it, then resume with"
+    ) as caught:
+        ControlTrainer(args(tmp_path / "run")).train()
+    assert """--run.allow_changed '["env.id"]'""" in str(caught.value)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["000001"]
+    monkeypatch.setattr(Faulty, "limit", 10**9)
+    ControlTrainer(args(tmp_path / "run")).train(resume_from_checkpoint=True)
+    whole, again = (load_file(tmp_path / run / "policy" / "agent.safetensors") for run in ("whole", "run"))
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
+def test_an_environment_of_the_user_is_a_part_of_the_run(tmp_path, monkeypatch):
+    args = partial(small, tmp_path / "run", env=EnvConfig("Faulty-v0"), eval=EpisodesConfig(episodes=0))
+    ControlTrainer(args()).train()
+    assert json.loads((tmp_path / "run" / "parts.json").read_text())["env.id"]["name"] == "Faulty"
+    monkeypatch.setattr(gym.spec("Faulty-v0"), "entry_point", partial(Kinder, render_mode=None))
+    with pytest.raises(ConfigError, match=r"^env\.id is Kinder\(.*, and this run was begun with Faulty \("):
+        ControlTrainer(args(iterations=4)).train(resume_from_checkpoint=True)
+    assert "env.id" not in ControlTrainer(small(tmp_path / "other")).record.parts, "CartPole is Gymnasium's"
 
 
 def test_a_script_gets_the_interrupt_and_the_summary_stays(tmp_path, monkeypatch):

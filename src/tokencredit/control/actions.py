@@ -1,4 +1,4 @@
-"""Action distributions from a network's outputs, for Discrete, MultiDiscrete and Box spaces.
+"""Action distributions from a network's outputs, for Discrete, MultiDiscrete, MultiBinary and Box spaces.
 
 Actions are `[..., parts]`; a part is one discrete choice, or one component of a continuous action.
 """
@@ -21,10 +21,10 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 class Categorical(nn.Module):
     """Independent categorical choices, each with its own logits."""
 
-    def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete):
+    def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
         super().__init__()
-        sizes = [space.n] if isinstance(space, spaces.Discrete) else space.nvec.flatten()
-        self.sizes = [int(n) for n in sizes]
+        sizes: Any = space.n if isinstance(space, spaces.Discrete) else getattr(space, "nvec", 2)
+        self.sizes = [int(n) for n in np.broadcast_to(sizes, space.shape or ()).flat]
         self.space, self.parts, self.outputs = space, len(self.sizes), sum(self.sizes)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -60,7 +60,7 @@ class Categorical(nn.Module):
         """Convert actions `[copies, parts]` to the environment's format."""
         if isinstance(self.space, spaces.Discrete):
             return actions[:, 0] + self.space.start
-        return actions.reshape(len(actions), *self.space.shape) + self.space.start
+        return actions.reshape(len(actions), *self.space.shape) + getattr(self.space, "start", 0)
 
 
 class Gaussian(nn.Module):
@@ -105,10 +105,12 @@ class Gaussian(nn.Module):
 
 def actions_of(space: spaces.Space[Any], log_std: float, mapping: str) -> Categorical | Gaussian:
     """The action distribution for an action space; `ConfigError` if there is none, or no bounds to scale to."""
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
         return Categorical(space)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         if mapping == "scale" and not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
             raise ConfigError(f"agent.actions is scale, but the bounds of {space} are not finite; use clip")
         return Gaussian(space, log_std, mapping)
-    raise ConfigError(f"env.id: its actions are {space}; Discrete, MultiDiscrete and continuous Box are supported")
+    raise ConfigError(
+        f"env.id: its actions are {space}; Discrete, MultiDiscrete, MultiBinary and continuous Box are supported"
+    )

@@ -249,12 +249,14 @@ class Collector:
         return [(score, int(length)) for _, score, length in everyone]
 
     def state(self) -> dict[str, Any]:
-        """Resumable state, as plain values and arrays."""
+        """Resumable state, as plain values and arrays that later steps leave as they are."""
+        with self.processes.agreed(RunStopped), environment_errors():
+            envs = save_envs(self.envs)
         return {
             "generator": to_hex(self.generator.get_state()),
-            "observation": self.observation,
-            "ended": self.ended,
-            "envs": save_envs(self.envs),
+            "observation": self.observation.copy(),
+            "ended": self.ended.copy(),
+            "envs": envs,
         }
 
     def load(self, state: dict[str, Any], everyone: Sequence[dict[str, Any]] | None = None) -> list[int]:

@@ -23,7 +23,7 @@ from tokencredit.control.agent_evaluation import EpisodesUnfinished, Player, che
 from tokencredit.control.agent_rollout import AgentRollout, Collector, NonFiniteReward
 from tokencredit.control.audit.agent_auditor import AgentAuditor
 from tokencredit.control.played_episode import play_episode
-from tokencredit.control.vector_environments import expected_warnings, make_envs
+from tokencredit.control.vector_environments import expected_warnings, make_envs, users_code
 from tokencredit.core.masked import moments, whiten
 from tokencredit.distributed.processes import Processes, threads
 from tokencredit.errors import ConfigError, RunStopped
@@ -70,6 +70,8 @@ class ControlTrainer(Trainer):
             torch.manual_seed(args.seed)
             copies, stack = args.env.number // processes.count, args.agent.observations()
             self.envs = make_envs(args.env, copies, args.advantage.gamma, stack=stack, processes=processes)
+            if (code := users_code(self.envs)) is not None:
+                self.record.parts["env.id"] = describe(code)
             spaces = self.envs.single_observation_space, self.envs.single_action_space
             self.agent = Agent(*spaces, args.agent, args.critic.kind)
             if args.eval.videos:
@@ -83,6 +85,8 @@ class ControlTrainer(Trainer):
         self.stopping = EarlyStopping(reward=args.stop.reward, patience=args.stop.patience)
         self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
         self.steps = 0
+        self.before: State | None = None
+        """Environments and RNG state when the iteration began; None once it counts."""
 
     def train(self, resume_from_checkpoint: bool = False) -> Summary:
         """Run all iterations, write the run's folder, and return the summary; see docs/resuming.md.
@@ -113,7 +117,8 @@ class ControlTrainer(Trainer):
     def iteration(self, number: int) -> Iteration:
         """Collect a rollout, compute credit, update, evaluate if due; returns metrics, and no samples."""
         started, args = time.perf_counter(), self.args
-        self.progress = None
+        # Kept until the iteration counts: one that fails before is repeated when the run is resumed.
+        self.progress, self.before = None, self._own_state()
         # Learning rates first: both the update and the metrics need those of this iteration.
         metrics: dict[str, float] = {"iteration": number} | self.learner.set_rates(number)
         try:
@@ -128,6 +133,7 @@ class ControlTrainer(Trainer):
             collected, episodes = time.perf_counter(), []
             tensors = {"observations": torch.from_numpy(error.observations), "rewards": torch.from_numpy(error.rewards)}
             self.record.bad_step(number, str(error), tensors)
+            self.before = None
             metrics |= {"steps": 0, "bad_steps": 1}
         # Training returns over the last episodes, since a rollout may end none; and where the time went.
         self.episodes.extend(episodes)
@@ -184,6 +190,7 @@ class ControlTrainer(Trainer):
             else:
                 self.record.bad_step(number, str(error), minibatch.tensors(), diverged=True)
 
+        self.before = None
         return self.learner.update(experience, on_step=on_step)
 
     def evaluate(self, number: int) -> dict[str, float]:
@@ -216,8 +223,18 @@ class ControlTrainer(Trainer):
 
     def state(self) -> tuple[State, State]:
         """Resumable state, shared and of this process, which has its environments."""
-        shared = self.learner.state() | {"episodes": list(self.episodes), "steps": self.steps}
-        return shared, {"collector": self.collector.state(), "random": random_state()}
+        return self._shared_state(), self._own_state()
+
+    def rewind(self) -> tuple[State, State] | None:
+        """State at the start of a failed iteration if it counts in no process; the environments may be gone."""
+        unlearned = self.record.processes.all(self.before is not None)
+        return (self._shared_state(), self.before) if unlearned and self.before is not None else None
+
+    def _shared_state(self) -> State:
+        return self.learner.state() | {"episodes": list(self.episodes), "steps": self.steps}
+
+    def _own_state(self) -> State:
+        return {"collector": self.collector.state(), "random": random_state()}
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (of `Trainer`)
         """Restore the result of `state`; returns events to record. Raises `ConfigError` for another agent's state."""

@@ -35,7 +35,9 @@ def environment_errors() -> Iterator[None]:
         with restored():
             yield
     except EnvironmentRaised as error:
-        raise RunStopped(str(error)) from error
+        stopped = RunStopped(str(error))
+        stopped.parts = "env.id"
+        raise stopped from error
     except (EOFError, ConnectionError) as error:
         raise RunStopped("a process that ran an environment has ended; was it killed?") from error
 
@@ -146,9 +148,11 @@ class ReplayWrapper(gym.Wrapper):
         return np.asarray(spaces.flatten(self.env.observation_space, self.observation))
 
     def _raised(self, error: BaseException) -> EnvironmentRaised:
+        lost = self.observation is not None and not np.isfinite(self.flat_observation()).all()
+        before = "gave an observation that is not finite, and then " * lost
         return EnvironmentRaised(
-            f"the environment with seed {self.seed} raised {type(error).__name__}: {error}, in step {self.steps} "
-            f"of an episode\n{traceback.format_exc().rstrip()}"
+            f"the environment with seed {self.seed} {before}raised {type(error).__name__}: {error}, in step "
+            f"{self.steps} of an episode\n{traceback.format_exc().rstrip()}"
         )
 
 

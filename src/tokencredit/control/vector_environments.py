@@ -18,9 +18,11 @@ from typing import Any, cast
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation as FlattenOne
-from gymnasium.wrappers import FrameStackObservation, RecordVideo
+from gymnasium.wrappers import FrameStackObservation, NormalizeReward, RecordVideo
+from gymnasium.wrappers import NormalizeObservation as NormalizeOne
 from gymnasium.wrappers.utils import RunningMeanStd
 from gymnasium.wrappers.vector import (
     DtypeObservation,
@@ -40,6 +42,7 @@ from tokencredit.control.environment_wrappers import (
 )
 from tokencredit.distributed.processes import Processes, restored
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import is_users
 from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.user_code.user_objects import described
 
@@ -82,7 +85,7 @@ def make_envs(
     Raises:
         ConfigError: unknown environment, missing dependency, or unsupported observation space.
     """
-    layers: list[Callable[[gym.Env], gym.Env]] = [_ignore_sigint]
+    layers: list[Callable[[gym.Env], gym.Env]] = [_ignore_sigint, _refuse_statistics]
     options: dict[str, Any] = {}
     if render or videos is not None:
         options["render_mode"] = "rgb_array"
@@ -144,6 +147,8 @@ def make_copies(args: EnvConfig, **options: Any) -> VectorEnv:
     try:
         with current_folder(), restored():
             return gym.make_vec(args.id, **options, **args.kwargs)
+    except ConfigError:
+        raise
     except gym.error.DependencyNotInstalled as error:
         raise ConfigError(f"env.id {args.id!r}: {error}") from error  # which names the package
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, gym.error.VersionNotFound) as error:
@@ -178,9 +183,32 @@ def _registered_by(name: str) -> str:
     if package:
         return f"; it is of the package {package}: pip install {package}, and give env.id {module}:{name}"
     module, colon, own = name.rpartition(":")
-    if near := difflib.get_close_matches(own, gym.registry, n=3):
-        return f"; did you mean {', '.join(module + colon + other for other in near)}?"
-    return "; give env.id module:ID, so that the module that registers it is imported" if ":" not in name else ""
+    near = ", ".join(module + colon + other for other in difflib.get_close_matches(own, gym.registry, n=3))
+    hint = "" if colon else "give env.id module:ID, so that the module that registers it is imported"
+    if near:
+        return f"; did you mean {near}?{f' For one of your own {hint}' * bool(hint)}"
+    return f"; {hint}" * bool(hint)
+
+
+def _refuse_statistics(env: gym.Env) -> gym.Env:
+    """Refuse wrappers whose running statistics belong to one copy."""
+    layer = env
+    while isinstance(layer, gym.Wrapper):
+        if isinstance(layer, NormalizeOne | NormalizeReward):
+            key = "env.normalize_observations" if isinstance(layer, NormalizeOne) else "env.normalize_rewards"
+            raise ConfigError(
+                f"env.id: the environment has the wrapper {type(layer).__name__}, whose statistics evaluations and "
+                f"resumed runs would begin anew; leave it out, and set {key}: true"
+            )
+        layer = layer.env
+    return env
+
+
+def users_code(envs: VectorEnv) -> Any:
+    """The user's class or function that makes each copy; None for a package's."""
+    entry: Any = getattr(base_env(envs).spec, "entry_point", None)
+    code = load_env_creator(entry) if isinstance(entry, str) else entry
+    return code if is_users(code.func if isinstance(code, partial) else code) else None
 
 
 def _flatten(env: gym.Env) -> gym.Env:
@@ -259,7 +287,7 @@ def wrapper_state(layer: VectorEnv) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, value in vars(layer).items():
         if isinstance(value, np.ndarray):
-            state[name] = value
+            state[name] = value.copy()
         elif isinstance(value, RunningMeanStd):
             # Python numbers must stay Python numbers: NumPy's would promote sums with float32 to float64.
             state[name] = {part: np.asarray(x) if isinstance(x, np.generic) else x for part, x in vars(value).items()}

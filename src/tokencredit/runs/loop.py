@@ -89,9 +89,9 @@ class Trainer(ABC):
         """Metrics and samples so far of the failed iteration if its update was complete, else None."""
         return self.progress
 
-    def rewind(self) -> bool:
-        """Restore the start of the failed iteration if nothing was learned in it; returns true on success."""
-        return False
+    def rewind(self) -> tuple[State, State] | None:
+        """The result of `state` at the start of the failed iteration if nothing was learned in it, else None."""
+        return None
 
     @abstractmethod
     def finish(self, stopped_by: str) -> Summary:
@@ -367,8 +367,8 @@ def _save_partial(trainer: Trainer, number: int, error: BaseException) -> Iterat
     """Save a checkpoint and the policy; yields a line for each that cannot be saved."""
     record = trainer.record
     try:
-        if trainer.rewind():
-            record.checkpoint(number - 1, *trainer.state())
+        if begun := trainer.rewind():
+            record.checkpoint(number - 1, *begun)
         elif len(record.history) < number:
             # An iteration that failed after its update ends here, without what it would have measured next.
             learned = trainer.learned()

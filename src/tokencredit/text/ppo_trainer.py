@@ -369,12 +369,12 @@ class PPOTrainer(LoopByHand):
         self.credit.load_state_dict(state["credit"])
         rng.set_random_state(state["random"])
 
-    def rewind(self) -> bool:
-        """Restore the start of a failed iteration unless it changed weights, in all processes; returns True if so."""
+    def rewind(self) -> tuple[State, State] | None:
+        """Restore the start of a failed iteration unless it changed weights, in all processes; its state if so."""
         if not self.processes.all(self.before is not None) or self.before is None:
-            return False
+            return None
         self._restore(self.before)
-        return True
+        return self.state()
 
     def finish(self, stopped_by: str) -> Summary:
         """Write policy, summary, audit and report, upload the policy of a run at its end, and return the summary."""
