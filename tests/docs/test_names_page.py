@@ -1,5 +1,6 @@
 """docs/names.md: every name of others has a row, and every name of ours in it exists."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -45,6 +46,21 @@ def test_no_message_on_a_name_says_another_key_than_its_row(section):
             advice = suggestion(name, settings_of(ControlConfig))
             wanted = re.findall(r"`([^`]+)`", here) or ["no counterpart"]
             assert any(key in advice for key in [*wanted, "see --print_config"]), (name, advice)
+
+
+@pytest.mark.slow
+def test_the_flags_for_stable_baselines3_are_its_defaults():
+    sb3 = pytest.importorskip("stable_baselines3")
+    theirs = {name: value.default for name, value in inspect.signature(sb3.PPO).parameters.items()}
+    flags = re.search(r"`--(env\.number 1 [^`]*)`", PAGE)[1].split("--")
+    args = ControlConfig.from_dict({key: yaml.safe_load(value) for key, value in map(str.split, flags)})
+    assert (args.steps, args.ppo.epochs, args.ppo.clip) == (theirs["n_steps"], theirs["n_epochs"], theirs["clip_range"])
+    assert args.ppo.minibatches == args.env.number * args.steps / theirs["batch_size"]
+    assert args.optim.lr == args.critic.lr == theirs["learning_rate"]
+    assert (args.ppo.entropy_coef, args.critic.coef) == (theirs["ent_coef"], 2 * theirs["vf_coef"])
+    assert (args.advantage.gamma, args.advantage.lam) == (theirs["gamma"], theirs["gae_lambda"])
+    assert (args.critic.clip, args.ppo.target_kl) == (theirs["clip_range_vf"], theirs["target_kl"])
+    assert (args.optim.schedule, args.optim.max_grad_norm) == ("constant", theirs["max_grad_norm"])
 
 
 @pytest.fixture(scope="module")

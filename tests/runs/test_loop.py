@@ -123,6 +123,16 @@ def test_whatever_ends_a_run_what_was_trained_is_written_first(error, raised, to
     assert json.loads((run / "summary.json").read_text())["stopped_by"] == "an error"
 
 
+def test_a_run_that_fails_in_its_last_evaluation_is_not_to_be_resumed(tmp_path, monkeypatch):
+    def fail(_):
+        raise RunStopped("the simulator is lost")
+
+    trainer = ControlTrainer(control_config(tmp_path / "run", 1))
+    monkeypatch.setattr(trainer, "evaluate", fail)
+    with pytest.raises(RunStopped, match=r"lost; '.*run' has done all its 1 iterations; raise run\.iterations to con"):
+        trainer.train()
+
+
 def test_a_failing_callback_is_named_after_policy_summary_and_checkpoint_are_saved(tmp_path):
     class Watcher(Callback):
         def before_reward(self, trainer):

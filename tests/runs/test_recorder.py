@@ -156,7 +156,7 @@ def test_half_an_event_is_removed_before_more_are_written(tmp_path):
     made.folder.unlock()
     again = record(args)
     again.resume(args, 0, lambda *_: ())
-    again.log("after")
+    again.event("after\nTraceback (most recent call last):\n  File")
     assert read_events(tmp_path / "run")[-3:] == ["before", "resumed after iteration 2", "after"]
 
 

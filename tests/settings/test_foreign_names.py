@@ -97,6 +97,9 @@ FOREIGN = [
     (ControlConfig, "cuda", NO_DEVICE),
     # Stable-Baselines3 and others for agents
     (ControlConfig, "n_steps", "here it is steps"),
+    (ControlConfig, "vf_coef", "here it is critic.coef (twice Stable-Baselines3's, whose loss is not halved)"),
+    (ControlConfig, "learning_rate", "here it is optim.lr, critic.lr (constant in Stable-Baselines3: optim.schedule)"),
+    (ControlConfig, "max_grad_norm", "here it is optim.max_grad_norm"),
     (ControlConfig, "batch_size", "here it is ppo.minibatches (their number: env.number × steps / size)"),
     (ControlConfig, "clip_range_vf", "here it is critic.clip (a number; null for none)"),
     (ControlConfig, "policy_kwargs", "here it is agent.hidden"),

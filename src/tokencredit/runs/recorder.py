@@ -139,10 +139,8 @@ class RunRecord:
             raise ConfigError(f"{str(path)!r} has no checkpoint: {caution}")
         # The newest checkpoint whose files are whole; damaged newer ones are named later.
         done, state, damaged = resuming.newest(path, self.processes, sharded)
-        if done >= self.args.iterations and (path / "summary.json").is_file():
-            above, epochs = f", above {done} (it is {self.args.iterations})", self.config.get("data", {}).get("epochs")
-            more = f"data.epochs to continue (it is {epochs:g})" if epochs else f"run.iterations to continue{above}"
-            raise RunComplete(f"{str(path)!r} has done all its {done} iterations; raise {more}")
+        if message := self._complete(done):
+            raise RunComplete(message)
         if state is None and self.running:
             raise ConfigError(
                 f"{str(path)!r} has no checkpoint, and this trainer's weights may have changed; make another trainer"
@@ -209,7 +207,8 @@ class RunRecord:
             self.event(event)
 
     def event(self, text: str, **about: Any) -> None:
-        """Print an event, and append it to events.jsonl."""
+        """Print an event, and append it to events.jsonl, both without the traceback of an error."""
+        text = text.partition("\nTraceback")[0]
         self.screen.say(text)
         self.log(text, **about)
 
@@ -258,8 +257,17 @@ class RunRecord:
         return every > 0 and (last or number % every == 0 or number in (self.args.iterations, self.best_iteration))
 
     def how_to_resume(self, mended: Sequence[str] = ()) -> str:
-        """How to resume this run: as `resuming.how_to_resume`."""
-        return resuming.how_to_resume(self.folder.path, self.run_kind, self.config, mended)
+        """How to resume this run: as `resuming.how_to_resume`, or how to continue one that is complete."""
+        path, done = self.folder.path, max(resuming.saved(self.folder.path), default=0)
+        return self._complete(done) or resuming.how_to_resume(path, self.run_kind, self.config, mended)
+
+    def _complete(self, done: int) -> str:
+        """The setting to raise after `done` iterations if they are all, else an empty text."""
+        if done < self.args.iterations or not (self.folder.path / "summary.json").is_file():
+            return ""
+        above, epochs = f", above {done} (it is {self.args.iterations})", self.config.get("data", {}).get("epochs")
+        more = f"data.epochs to continue (it is {epochs:g})" if epochs else f"run.iterations to continue{above}"
+        return f"{str(self.folder.path)!r} has done all its {done} iterations; raise {more}"
 
     def next_steps(self, commands: Mapping[str, str]) -> None:
         """Print where the results are, and commands for what to do next with their meaning; `RUN` is the run."""

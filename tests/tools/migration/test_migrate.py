@@ -275,6 +275,11 @@ def test_later_files_override_and_kinds_do_not_mix(tmp_path, capsys):
         ("a.yaml", "num_generations: 8\nbeta: 0.0\n", "num_generations is of TRL's GRPOConfig, and migrate reads PPO"),
         ("a.py", "GRPOTrainer(args=GRPOConfig(beta=0.1))\n", "GRPOConfig is not read; migrate reads PPOConfig"),
         ("a.sh", "echo hello\n", "no settings of PPO were found"),
+        (
+            "a.py",
+            "from stable_baselines3 import PPO\nPPO('MlpPolicy', env)\n",
+            "its arguments as flags of tokencredit contr",
+        ),
         ("a.py", "print('x'", "is not Python that can be read"),
         ("a.sh", "swift rlhf --rlhf_type dpo --model x\n", "its command trains with dpo; migrate reads ppo"),
     ],

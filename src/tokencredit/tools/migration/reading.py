@@ -191,6 +191,11 @@ def python_source(text: str, file: Path) -> Source | None:
     if not configs:
         if of_groups := sorted({name for name, _ in calls} & {"GRPOConfig", "RLOOConfig"}):
             raise ConfigError(f"{file}: {of_groups[0]} is not read; migrate reads PPOConfig, and {TRL.page} has both")
+        if "stable_baselines3" in text and "PPO" in dict(calls):
+            raise ConfigError(
+                f"{file}: PPO of Stable-Baselines3 is not read; give its arguments as flags of tokencredit control, "
+                "which answers with the keys here (docs/names.md)"
+            )
         texts = [x.value.value for x in nodes if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
         found = (shell_source(own, file) for own in texts if isinstance(own, str) and "--" in own)
         return next((source for source in found if source), None)
