@@ -10,7 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from typing import Any, cast
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.envs.registration import load_env_creator
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation as FlattenOne
 from gymnasium.wrappers import FrameStackObservation, NormalizeReward, RecordVideo
@@ -204,9 +204,19 @@ def _refuse_statistics(env: gym.Env) -> gym.Env:
     return env
 
 
-def users_code(envs: VectorEnv) -> Any:
-    """The user's class or function that makes each copy; None for a package's."""
-    entry: Any = getattr(base_env(envs).spec, "entry_point", None)
+def registered_code(name: str) -> Any:
+    """The user's class or function that makes the environment of an id; None for a package's, or if it fails."""
+    module, _, own = name.rpartition(":")
+    with current_folder(), suppress(Exception):  # making the environment reports it
+        if module:
+            importlib.import_module(module)
+        return users_code(gym.spec(own))
+    return None
+
+
+def users_code(spec: EnvSpec) -> Any:
+    """The user's class or function that makes an environment; None for a package's."""
+    entry: Any = spec.entry_point
     code = load_env_creator(entry) if isinstance(entry, str) else entry
     return code if is_users(code.func if isinstance(code, partial) else code) else None
 

@@ -7,7 +7,9 @@ import re
 import pytest
 import yaml
 
+from tokencredit.control.vector_environments import registered_code
 from tokencredit.errors import ConfigError
+from tokencredit.provenance.parts import describe
 from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import grouped
 from tokencredit.settings.run_kind import TEXT
@@ -255,6 +257,23 @@ def test_a_run_whose_reward_file_was_edited_is_named(tmp_path):
     refuse_changed([run])
     source.write_text("def length(completions):\n    return [-len(x) for x in completions]\n")
     with pytest.raises(ConfigError, match=r"other settings: reward\[0\]\.function is now length \(rewards\.py"):
+        refuse_changed([run])
+
+
+def test_a_run_whose_environment_was_edited_is_named(tmp_path, monkeypatch):
+    (tmp_path / "ponds.py").write_text("import gymnasium as gym\n\n\nclass Pond(gym.Env):\n    depth = 1\n")
+    with (tmp_path / "ponds.py").open("a") as file:
+        file.write("\n\ngym.register('Pond-v0', Pond)\n")
+    monkeypatch.chdir(tmp_path)
+    sweep = {"kind": "control", "dir": "runs", "seeds": [1], "base": {"env.id": "ponds:Pond-v0"}} | ONE
+    (run,) = expand(sweep)
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(plain(run.config)))
+    part = describe(registered_code("ponds:Pond-v0"))
+    (run.folder / "parts.json").write_text(json.dumps({"env.id": part}))
+    refuse_changed([run])
+    (run.folder / "parts.json").write_text(json.dumps({"env.id": part | {"digest": "another"}}))
+    with pytest.raises(ConfigError, match=r"other settings: env\.id is now Pond \(ponds\.py"):
         refuse_changed([run])
 
 

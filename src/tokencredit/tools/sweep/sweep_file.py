@@ -244,6 +244,11 @@ def _edited(run: SweepRun) -> Iterator[tuple[str, Part]]:
     if before and isinstance(config, PPOConfig | ControlConfig):
         from tokencredit.text.run_parts import named_parts, part_of  # which imports torch
 
-        for key, value in named_parts(config).items():
+        named = named_parts(config)
+        if isinstance(config, ControlConfig) and "env.id" in before:
+            from tokencredit.control.vector_environments import registered_code
+
+            named["env.id"] = registered_code(config.env.id)
+        for key, value in named.items():
             if key in before and (part := part_of(value)) is not None and part["digest"] != before[key]["digest"]:
                 yield key, part
