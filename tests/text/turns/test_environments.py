@@ -236,6 +236,10 @@ class Row:
     def reset(self, row): ...
 
 
+class PaidTwice(Steps):
+    def get_reward(self): ...
+
+
 class StepsOfTools(Tools):
     def step(self, action: str) -> str:
         """Act.
@@ -292,6 +296,7 @@ def echo(word: str) -> str:
         ),
         (NoReset, None, "environment_factory gives a NoReset, which has no method reset"),
         (Row, None, r"reset takes a row, as environments with step\(completion\) do, and Row has no step"),
+        (PaidTwice, None, "PaidTwice has step, which returns the reward, and get_reward, which would not be called"),
         (Steps, [echo], "tools are given, and environment_factory has step, which receives whole completions"),
         (Tools, [echo], "two tools are named 'echo': a function and a method of Tools"),
         (None, [echo, echo], "two tools are named 'echo'"),

@@ -88,6 +88,24 @@ def test_each_class_pays_for_its_own_episodes():
     assert environments(Free).terms() == []
 
 
+@pytest.mark.parametrize("base", [Paying, Steps])
+def test_a_class_that_a_factory_defines_anew_pays_each_time(base):
+    def create():
+        class Local(base): ...
+
+        return Local()
+
+    result = scored(environments(create), [{"pay": 2}] * 3, [[(1, 2.0)]] * 3)
+    assert result.terms == {"Local": [2.0] * 3}
+
+
+def test_a_factory_of_several_classes_is_refused():
+    kinds = iter([Paying, Later])
+    problem = "environment_factory gives a Later, and gave a Paying before; give one class, or a dict"
+    with pytest.raises(ConfigError, match=problem):
+        scored(environments(lambda: next(kinds)()), [{"pay": 2}] * 2)
+
+
 def test_rewards_are_asked_for_at_the_same_time():
     barrier = threading.Barrier(4)
 

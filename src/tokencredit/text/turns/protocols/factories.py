@@ -40,6 +40,19 @@ class Factory:
         """The environment's class."""
         return type(self.first)
 
+    def made(self, environment: Any) -> bool:
+        """True for an environment of this factory's class, by name: a function may define its class anew per call."""
+        return type(environment).__name__ == self.kind.__name__
+
+    def checked(self, environment: Any) -> Any:
+        """The new environment; `ConfigError` if its class is another than the first one's, whose form was read."""
+        if not self.made(environment):
+            raise ConfigError(
+                f"{self.label} gives a {type(environment).__name__}, and gave a {self.kind.__name__} before; give one "
+                "class, or a dict of names to classes, from which the column 'environment' selects"
+            )
+        return environment
+
     def takes_seed(self) -> bool:
         """True if the `reset` of TRL's form names an argument `seed`."""
         return "seed" in inspect.signature(self.first.reset).parameters
@@ -101,6 +114,11 @@ def inspect_factory(
                 f"{label}: reset takes a row, as environments with step(completion) do, and {kind.__name__} has no "
                 "step; add it, or let reset take **row for an environment whose methods are tools"
             )
+        if "get_reward" in public:
+            raise ConfigError(
+                f"{label}: {kind.__name__} has step, which returns the reward, and get_reward, which would not be "
+                "called; pay in step alone, or let reset take **row for an environment whose methods are tools"
+            )
         if tools:
             raise ConfigError(
                 f"tools are given, and {label} has step, which receives whole completions; leave one of them out"
@@ -148,7 +166,7 @@ class Instance:
         for left in reversed(range(TRIES)):
             try:
                 if self.value is None or self.hung:
-                    self.value = call_within(self.workers, self.timeout, self.factory.create)
+                    self.value = self.factory.checked(call_within(self.workers, self.timeout, self.factory.create))
                     self.hung = False
                 copied = copy.deepcopy((args, kwargs))
                 return call_within(self.workers, self.timeout, self.value.reset, *copied[0], **copied[1])
@@ -169,7 +187,7 @@ def own_reward(factory: Factory, workers: Workers, timeout: float) -> Term:
     An environment in TRL's form pays `get_reward()` for the whole episode. One of the plain protocol pays at the last
     token of each turn: the term is a list with one number per acted token.
     """
-    kind = factory.kind
+    name = factory.kind.__name__
 
     def by_turn(
         environments: Sequence[Any], turn_rewards: Sequence[Sequence[tuple[int, float]]]
@@ -177,21 +195,21 @@ def own_reward(factory: Factory, workers: Workers, timeout: float) -> Term:
         """Rewards of acted tokens, from the number of tokens and the reward of each turn."""
         return [
             [number for count, reward in turns for number in (*[0.0] * (count - 1), reward)]
-            if type(environment) is kind
+            if factory.made(environment)
             else None
             for environment, turns in zip(environments, turn_rewards, strict=True)
         ]
 
     def by_episode(environments: Sequence[Any]) -> list[Any]:
         # All calls begin before the first is waited for.
-        own: list[Any] = [e if type(e) is kind else None for e in environments]
+        own: list[Any] = [e if factory.made(e) else None for e in environments]
         waiting = [None if e is None else begin(workers, timeout, e.get_reward) for e in own]
         try:
             return [None if result is None else result() for result in waiting]
         except TimedOut as error:
             cause = f"get_reward {error}; raise env.timeout if it is only slow"
-            raise RewardError(f"reward term {kind.__name__!r}: {cause}") from error
+            raise RewardError(f"reward term {name!r}: {cause}") from error
         except (Exception, SystemExit) as error:
-            raise RewardError(f"reward term {kind.__name__!r}: get_reward {described(error)}") from error
+            raise RewardError(f"reward term {name!r}: get_reward {described(error)}") from error
 
-    return Term(kind.__name__, 1.0, by_turn if factory.steps else by_episode)
+    return Term(name, 1.0, by_turn if factory.steps else by_episode)
