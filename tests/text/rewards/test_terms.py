@@ -442,6 +442,12 @@ def test_statistics_by_hand():
     assert len(metrics) == 4 + 4 + 6
 
 
+@pytest.mark.parametrize("count", [7, 8, 31])
+@pytest.mark.parametrize("score", [0.3, 1 / 3, 100.7, 98765.43])
+def test_a_constant_term_has_no_deviation_however_its_mean_is_rounded(score, count):
+    assert term_metrics({"a": [score] * count}, lambda x: x)["reward_std/a"] == 0
+
+
 def test_statistics_of_two_processes_are_those_of_one():
     torch.manual_seed(0)
     a, b = torch.randn(20).tolist(), torch.randn(20).tolist()

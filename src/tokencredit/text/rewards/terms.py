@@ -342,6 +342,7 @@ def term_metrics(
     squares, products = reduce(sums) / count
     deviation = squares.sqrt()
     inverse = inverse_deviation(deviation, mean)
+    deviation = deviation * (inverse > 0)  # 0 for a constant, whose mean may be rounded: the diagnosis looks for 0
     correlation = torch.where(inverse * inverse.T > 0, products * inverse * inverse.T, torch.nan).clamp(-1, 1)
     names = list(terms)
     pairs = [(a, b) for a in range(len(names)) for b in range(a)]
