@@ -22,6 +22,7 @@ from tokencredit.report.page import credit, render
 from tokencredit.report.reading import read_run
 from tokencredit.settings.control import AgentAdvantageConfig, AgentAuditConfig
 from tokencredit.settings.model import CriticConfig
+from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import build, read_settings
 from tokencredit.settings.run_kind import foreign_code, read_config
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig
@@ -157,6 +158,13 @@ def test_a_function_from_python_is_written_down_by_its_name_and_is_not_taken_fro
     lam = 1 - (-2.0 * entropy[row, length - 2].double()).exp()
     delta = batch.rewards[row, length - 2] + values[row, length - 1] - values[row, length - 2]
     assert batch.advantages[row, length - 2] == pytest.approx(float(delta + lam * expected), abs=1e-6)
+
+
+def test_kwargs_beside_a_function_are_in_its_name_and_digest():
+    beside = PPOConfig(advantage=AdvantageConfig(estimator=unsure, kwargs={"scale_of_lam": 2.0}))
+    inside = PPOConfig(advantage=AdvantageConfig(estimator=partial(unsure, scale_of_lam=2.0)))
+    assert plain(beside)["advantage"]["estimator"] == plain(inside)["advantage"]["estimator"]
+    assert foreign_code(beside) == foreign_code(inside)
 
 
 def test_a_function_that_works_in_place_changes_no_record(tmp_path):

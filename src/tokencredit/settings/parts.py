@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,12 @@ def is_own(value: Any) -> bool:
     return ":" in value if isinstance(value, str) else not isinstance(value, int | float | list | dict | None)
 
 
+def with_kwargs(group: Any, name: str) -> Any:
+    """The value of a group's setting; a function or class from Python with the `kwargs` beside it."""
+    value, kwargs = getattr(group, name), getattr(group, "kwargs", None)
+    return partial(value, **kwargs) if kwargs and callable(value) else value
+
+
 def plain(value: Any, *, named: bool = True) -> Any:
     """Settings as dicts, lists and plain values, objects from Python by their names: what a run writes down.
 
@@ -35,7 +42,7 @@ def plain(value: Any, *, named: bool = True) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if is_dataclass(value) and not isinstance(value, type) and type(value).__module__.startswith(__package__):
-        return {item.name: plain(getattr(value, item.name), named=named) for item in fields(value)}
+        return {item.name: plain(with_kwargs(value, item.name), named=named) for item in fields(value)}
     return PYTHON + (name_of(value, digest=True) if named else "")
 
 

@@ -17,7 +17,7 @@ from tokencredit.settings.data import PACKAGED, FunctionTerm
 from tokencredit.settings.fields import settings_of
 from tokencredit.settings.model import CriticConfig, ModelConfig, ShardingConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
-from tokencredit.settings.parts import PYTHON, is_own, name_of
+from tokencredit.settings.parts import PYTHON, is_own, name_of, with_kwargs
 from tokencredit.settings.reader import build, read_settings, read_yaml
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, RolloutConfig
 from tokencredit.settings.text import PPOConfig
@@ -162,7 +162,11 @@ def foreign_code(config: PPOConfig | ControlConfig | OfflineSettings) -> list[st
     if isinstance(config, OfflineSettings):
         name = config.model.name
         return [f"model.trust_remote_code runs the code, if there is any, in {name}"] * config.model.trust_remote_code
-    own = {key: part if isinstance(part, str) else name_of(part) for key, part in own_parts(config).items()}
+    own = {}
+    for key in own_parts(config):
+        group, _, name = key.partition(".")
+        part = with_kwargs(getattr(config, group), name)
+        own[key] = part if isinstance(part, str) else name_of(part)
     lines = [f"{key} runs {name.removeprefix(PYTHON)}" for key, name in own.items()]
     if isinstance(config, ControlConfig):
         module, colon, _ = config.env.id.rpartition(":")
