@@ -15,6 +15,8 @@ from tokencredit.settings.text import PPOConfig
 
 NO_DEVICE = "it has no counterpart here (a language model takes the GPU if there is one"
 FOREIGN = [
+    # No other project's
+    (PPOConfig, "eval.prompts.dataset", "did you mean eval.dataset?"),
     # TRL
     (PPOConfig, "learning_rate", "here it is optim.lr, critic.lr (docs/from-trl.md)"),
     (PPOConfig, "optim.learning_rate", "here it is optim.lr (docs/from-trl.md)"),

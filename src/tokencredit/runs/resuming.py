@@ -236,11 +236,12 @@ def how_to_resume(run: Path, run_kind: RunKind, config: Mapping[str, Any], mende
     caution += "mend it, then " if mended else ""
     parts = json.dumps(list(mended))
     if config["python"]:
+        by_hand = config["python"].get("reward_funcs") == [] and "environment_factory" not in config["python"]
         in_trl = f'(TRL\'s settings={{"run.allow_changed": {parts}}})'
         changed = f" and args.run.allow_changed = {parts} {in_trl}" if mended else ""
         return (
             f"{caution}run your script again with args.run.dir = {str(run)!r} (TRL's output_dir){changed}, and call "
-            "trainer.train(resume_from_checkpoint=True)"
+            f"trainer.{'begin' if by_hand else 'train'}(resume_from_checkpoint=True)"
         )
     changed = f" --run.allow_changed {shlex.quote(parts)}" if mended else ""
     return f"{caution}resume with: tokencredit {run_kind.command} --resume {shlex.quote(str(run))}{changed}"

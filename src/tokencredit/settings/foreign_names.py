@@ -33,7 +33,7 @@ def counterpart(key: str, known: Collection[str]) -> str:
             return f"it has no counterpart here{brackets}"
         here = [key for key in keys if key in known]
         own = [key for key in here if key.startswith(f"{group}.")] if name == last else []
-        if wanted := own or ([] if name == last and group in APART else here):
+        if wanted := own or ([] if name == last and key.partition(".")[0] in APART else here):
             return f"here it is {', '.join(wanted)}{brackets}"
     return ""
 
@@ -62,6 +62,7 @@ def suggestion(key: str, known: Collection[str], otherwise: str = "see --print_c
     if name not in known and (here := counterpart(name, known)):
         return here
     near = [own for own in known if own.endswith(f".{name}") or own.replace(".", "_") == name.replace(".", "_")]
+    near = near or sorted({f"{name.partition('.')[0]}.{name.rpartition('.')[2]}"} & set(known))  # eval.prompts.dataset
     near = near or misspelt(name, known)
     if not near and not group:
         ends = {own: own.rpartition(".")[2] for own in known}

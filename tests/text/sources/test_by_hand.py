@@ -68,6 +68,7 @@ def test_a_loop_that_was_closed_is_resumed_where_it_was(whole, tmp_path):
     with by_hand(tmp_path / "run") as trainer:
         learn(trainer)
     assert trainer.summary["stopped_by"] == "close()"
+    assert "call trainer.begin(resume_from_checkpoint=True)" in trainer.record.how_to_resume()
     trainer = by_hand(tmp_path / "run")
     with pytest.raises(ConfigError, match="holds a run or other files already"):
         trainer.begin()
@@ -122,6 +123,10 @@ MISTAKES = {
     "row 1 of prompts has 600 tokens": lambda trainer, batch: trainer.sample([[5] * 600]),
     "3 prompts and 1 completions": lambda trainer, batch: trainer.adopt(PROMPTS, [[5, 6]]),
     "completion 0 has 600 tokens; it must have": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5] * 600]),
+    "completion 0 has a token id that is none of the": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5, 10**6]]),
+    "completion 0 has the logprob 1.5; log-probs are": lambda trainer, batch: trainer.adopt(
+        PROMPTS[:1], [[5, 6]], [[-1.0, 1.5]]
+    ),
     "2 tokens and 1 logprobs": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5, 6]], [[-1.0]]),
     "has begun already": lambda trainer, batch: trainer.begin(),
     "train.. needs a reward": lambda trainer, batch: trainer.train(),

@@ -36,6 +36,8 @@ from tokencredit.text.rewards.terms import score
 from tokencredit.text.rollout_passes import ReferenceOutputs, evaluate_rollout
 
 NO_REWARD = "reward_funcs is [], for a loop by hand whose learn(batch, scores) gets the scores"
+ROUNDING = 1e-3
+"""Largest log-prob that is taken for a rounded 0."""
 
 
 class HandedScores:
@@ -311,6 +313,7 @@ class LoopByHand(Trainer):
         """Raise `ConfigError` unless prompts, completions and log-probs belong together."""
         room = max_prompt_length(self.pipeline.policy.lm, 0, self.loaded.ppo.micro_batch_tokens)
         group, lengths = self.loaded.rollout.per_prompt, rows.mask.sum(1).tolist()
+        tokens = self.pipeline.policy.lm.config.get_text_config().vocab_size
         for name, number in (("completions", len(ids)), ("lists of logprobs", len(logprobs or ids))):
             if number != len(rows.ids):
                 raise ConfigError(f"there are {len(rows.ids)} prompts and {number} {name}; give one per prompt")
@@ -318,8 +321,16 @@ class LoopByHand(Trainer):
             if not 0 < len(row) <= (room or math.inf) - lengths[number]:
                 fit = f"with its prompt at most {room}, the model's context or ppo.micro_batch_tokens"
                 raise ConfigError(f"completion {number} has {len(row)} tokens; it must have at least 1 and {fit}")
-            if logprobs is not None and len(logprobs[number]) != len(row):
+            if not 0 <= int(row.min()) <= int(row.max()) < tokens:
+                raise ConfigError(f"completion {number} has a token id that is none of the {tokens} of the model")
+            if logprobs is None:
+                continue
+            if len(logprobs[number]) != len(row):
                 raise ConfigError(f"completion {number} has {len(row)} tokens and {len(logprobs[number])} logprobs")
+            if not bool((logprobs[number] <= ROUNDING).all()):
+                raise ConfigError(
+                    f"completion {number} has the logprob {float(logprobs[number].max()):g}; log-probs are at most 0"
+                )
         texts = rows.contents()
         if len(texts) % group or any(texts[i] != texts[i - i % group] for i in range(len(texts))):
             raise ConfigError(
