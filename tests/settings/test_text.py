@@ -184,6 +184,12 @@ def test_null_means_none_and_is_not_checked_against_a_range():
 
 
 @pytest.mark.slow
+def test_evaluations_at_temperature_0_take_the_most_likely_token():
+    config = PPOConfig.from_dict({"rollout.temperature": 0.7, "eval.every": 1, "eval.temperature": 0})
+    sampling = config.evaluation_sampling()
+    assert (sampling.temperature, sampling.top_k, config.rollout.top_k) == (0.7, 1, None)
+
+
 def test_a_run_reads_its_own_configuration_back(tmp_path):
     config = PPOConfig(
         seed=7,

@@ -93,7 +93,8 @@ class PPOConfig(Configuration):
         return replace(
             self.rollout,
             max_new_tokens=self.rollout.max_new_tokens if longest is None else longest,
-            temperature=self.rollout.temperature if temperature is None else temperature,
+            temperature=temperature or self.rollout.temperature,
+            top_k=1 if temperature == 0 else self.rollout.top_k,
         )
 
     def held_out_prompts(self) -> PromptsConfig | None:

@@ -303,8 +303,8 @@ class EvalConfig(Group):
     is chosen by the mean over all."""
     max_new_tokens: int | None = setting(None, at_least=1)
     """Longest completion, in tokens; null for rollout.max_new_tokens."""
-    temperature: float | None = setting(None, above=0)
-    """Sampling temperature; null for rollout.temperature."""
+    temperature: float | None = setting(None, at_least=0)
+    """Sampling temperature; 0 for the most likely tokens, null for rollout.temperature."""
     text: list[str] | str | None = setting(None, needs="not dataset")
     """Held-out prompt or prompts; without these and `dataset`, evaluations have the training prompts. All else is as
     under `prompts`."""
