@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from helpers.configs import control_config, quiet_agent
 from helpers.files import read_metrics
 from helpers.proofs import proofs
+from tokencredit.cli import main
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import Collector
 from tokencredit.control.control_trainer import ControlTrainer
@@ -429,13 +431,15 @@ def test_an_iteration_whose_environment_raises_is_repeated_bit_for_bit(processes
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
-def test_an_environment_of_the_user_is_a_part_of_the_run(tmp_path, monkeypatch):
+def test_an_environment_of_the_user_is_a_part_of_the_run(tmp_path, monkeypatch, capsys):
     args = partial(small, tmp_path / "run", env=EnvConfig("Faulty-v0"), eval=EpisodesConfig(episodes=0))
     ControlTrainer(args()).train()
     assert json.loads((tmp_path / "run" / "parts.json").read_text())["env.id"]["name"] == "Faulty"
     monkeypatch.setattr(gym.spec("Faulty-v0"), "entry_point", partial(Kinder, render_mode=None))
     with pytest.raises(ConfigError, match=r"^env\.id is Kinder\(.*, and this run was begun with Faulty \("):
         ControlTrainer(args(iterations=4)).train(resume_from_checkpoint=True)
+    assert main(["play", str(tmp_path / "run"), "--episodes", "1"]) == 0
+    assert re.search(r"the environment is Kinder\(.*; the agent was trained in Faulty \(", capsys.readouterr().out)
     assert "env.id" not in ControlTrainer(small(tmp_path / "other")).record.parts, "CartPole is Gymnasium's"
 
 
