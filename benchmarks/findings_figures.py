@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import matplotlib
@@ -87,8 +88,12 @@ def draw_truth(study: Study) -> None:
 def draw_beside_trl(study: Study) -> None:
     """Reward over KL, means over seeds of running means over five iterations: a panel per world, a line per method."""
     worlds = list(dict.fromkeys(variant.partition(", ")[0] for variant in study))
-    picture, axes = plt.subplots(1, len(worlds), figsize=(3.2 * len(worlds), 3.2), squeeze=False)
-    for axis, world in zip(axes.flat, worlds, strict=True):
+    across = min(len(worlds), 4)
+    down = math.ceil(len(worlds) / across)
+    picture, axes = plt.subplots(down, across, figsize=(3.2 * across, 3.2 * down), squeeze=False)
+    for axis in axes.flat[len(worlds) :]:
+        axis.remove()
+    for axis, world in zip(axes.flat, worlds, strict=False):
         for method, colour in BESIDE_TRL.items():
             if runs := study.get(f"{world}, {method}"):
                 curves = [smooth(mean_curve(runs, metric).tolist()) for metric in ("kl", "reward")]
