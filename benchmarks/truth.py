@@ -161,23 +161,30 @@ def in_world(reward: Any, term: dict[str, Any]) -> Any:
         return [in_world(x, term) for x in reward]
     if not isinstance(reward, dict):
         return reward
-    if reward.get("classifier") == BUILT_IN_REWARD["classifier"] and not BUILT_IN_REWARD.items() <= reward.items():
+    if reward.get("classifier") != BUILT_IN_REWARD["classifier"]:
+        return {key: in_world(x, term) for key, x in reward.items()}
+    if reward.get("label") != BUILT_IN_REWARD["label"]:
         sys.exit(f"the reward {reward} has no counterpart in other worlds")
-    world = term if BUILT_IN_REWARD.items() <= reward.items() else {}
-    return {key: in_world(x, term) for key, x in reward.items()} | world
+    return reward | term
 
 
 def settings_of(variant: str) -> dict[str, Any]:
     """The settings of a variant by its name, of a recipe's, or as `key=value`."""
     if variant in VARIANTS:
         return VARIANTS[variant]
-    recipe, colon, name = variant.partition(": ")
-    if colon and "=" not in recipe:
+    if of_recipe(variant):
+        recipe, _, name = variant.partition(": ")
         return recipe_settings(RECIPES / "negative-sentiment" / f"{recipe}.yaml", name)
     pairs = [text.partition("=") for text in variant.split(",")]
     if not all(equals for _, equals, _ in pairs):
         sys.exit(f"--variants {variant}: give key=value, or one of {', '.join(VARIANTS)}")
     return {key: load_yaml(value) for key, _, value in pairs}
+
+
+def of_recipe(variant: str) -> bool:
+    """True for a variant of a recipe, such as `hacking: no-kl`; `ppo.kwargs={beta: 0.3}` is a setting."""
+    recipe, colon, _ = variant.partition(": ")
+    return bool(colon) and "=" not in recipe
 
 
 def recipe_settings(file: Path, name: str) -> dict[str, Any]:
@@ -206,7 +213,7 @@ def study_settings(variant: str) -> dict[str, Any]:
 
 def audits_of(variant: str) -> dict[int, AuditConfig]:
     """The audits of a variant."""
-    if variant in CHANGES or ": " in variant:
+    if variant in CHANGES or of_recipe(variant):
         return {}
     return LARGE if variant == "first 20" else AUDITS
 

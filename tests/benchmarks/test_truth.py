@@ -51,6 +51,11 @@ def test_a_recipes_variant_that_is_of_its_own_world_is_refused(variant, message)
         truth.settings_of(variant)
 
 
+def test_settings_with_a_colon_are_audited():
+    assert truth.audits_of("ppo.kwargs={beta: 0.3}") == truth.AUDITS
+    assert truth.audits_of("hacking: no-kl") == {}
+
+
 def test_a_reward_without_a_counterpart_is_refused():
     with pytest.raises(SystemExit, match="no counterpart"):
         truth.in_world(truth.settings_of("claims: positive")["reward"], {"classifier": "questions", "label": "NUM"})

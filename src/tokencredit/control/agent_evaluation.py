@@ -20,14 +20,14 @@ from torch import Tensor
 from tokencredit.control.agent import Agent
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
 from tokencredit.control.vector_environments import (
+    environment_part,
     evaluation_envs,
     expected_warnings,
     make_envs,
-    registered_code,
     statistics,
 )
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.provenance.parts import describe, label
+from tokencredit.provenance.parts import label
 from tokencredit.runs.folder import read_parts
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
 
@@ -193,8 +193,8 @@ def play_run(run: Path, args: ControlConfig, settings: EpisodesConfig, seed: int
         if settings.videos:
             check_videos(args)
         agent, envs = load_agent(run / "policy", args)
-        before, code = read_parts(run).get("env.id"), registered_code(args.env.id)
-        if before and code is not None and (now := describe(code))["digest"] != before["digest"]:
+        before, now = read_parts(run).get("env.id"), environment_part(envs)
+        if before and now and now["digest"] != before["digest"]:
             print(f"the environment is {label(now)}; the agent was trained in {label(before)}")
         player = Player(args, agent, envs)
         metrics = player.measure(settings, seed)

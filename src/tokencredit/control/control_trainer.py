@@ -23,7 +23,7 @@ from tokencredit.control.agent_evaluation import EpisodesUnfinished, Player, che
 from tokencredit.control.agent_rollout import AgentRollout, Collector, NonFiniteReward
 from tokencredit.control.audit.agent_auditor import AgentAuditor
 from tokencredit.control.played_episode import play_episode
-from tokencredit.control.vector_environments import base_env, expected_warnings, make_envs, users_code
+from tokencredit.control.vector_environments import environment_part, expected_warnings, make_envs
 from tokencredit.core.masked import moments, whiten
 from tokencredit.distributed.processes import Processes, threads
 from tokencredit.errors import ConfigError, RunStopped
@@ -70,8 +70,8 @@ class ControlTrainer(Trainer):
             torch.manual_seed(args.seed)
             copies, stack = args.env.number // processes.count, args.agent.observations()
             self.envs = make_envs(args.env, copies, args.advantage.gamma, stack=stack, processes=processes)
-            if (spec := base_env(self.envs).spec) and (code := users_code(spec)) is not None:
-                self.record.parts["env.id"] = describe(code)
+            if part := environment_part(self.envs):
+                self.record.parts["env.id"] = part
             spaces = self.envs.single_observation_space, self.envs.single_action_space
             self.agent = Agent(*spaces, args.agent, args.critic.kind)
             if args.eval.videos:

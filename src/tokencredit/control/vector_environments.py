@@ -42,7 +42,7 @@ from tokencredit.control.environment_wrappers import (
 )
 from tokencredit.distributed.processes import Processes, restored
 from tokencredit.errors import ConfigError
-from tokencredit.provenance.parts import is_users
+from tokencredit.provenance.parts import Part, describe, is_users
 from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.user_code.user_objects import described
 
@@ -212,6 +212,13 @@ def registered_code(name: str) -> Any:
             importlib.import_module(module)
         return users_code(gym.spec(own))
     return None
+
+
+def environment_part(envs: VectorEnv) -> Part | None:
+    """The description of the user's class or function that made the environments; None for a package's."""
+    spec = base_env(envs).spec
+    code = None if spec is None else users_code(spec)
+    return None if code is None else describe(code)
 
 
 def users_code(spec: EnvSpec) -> Any:
