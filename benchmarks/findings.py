@@ -17,6 +17,7 @@ from findings_claims import (
     LADDER,
     LAMBDA_CLAIMS,
     PATHS,
+    RECIPE_CLAIMS,
     RESAMPLED,
     RETURN,
     SAO,
@@ -26,6 +27,7 @@ from findings_claims import (
     claims_by_place,
     map_control,
     older_lambda,
+    recipes_by_world,
     uniform_verdict,
     verdicts_by_place,
 )
@@ -312,7 +314,17 @@ def tables(found: Studies) -> dict[str, str]:
         "value at the end": (lately, "value_mean"),
     }
     steps = [pair[::-1] for path in PATHS for pair in pairwise(path)]
-    lambdas_run, changes = by_lambda(found), found.get("changes", {})
+    lambdas_run, changes, recipes = by_lambda(found), found.get("changes", {}), recipes_by_world(found)
+    in_recipes = {
+        "reward, mean of all iterations": (whole, "reward"),
+        "reward at the end": (end, "reward"),
+        "KL at the end": (end, "kl"),
+        "largest KL": (peak, "kl"),
+        "distinct pairs of tokens at the end": (end, "distinct_2"),
+        "length, tokens": (end, "length"),
+        "value loss, first iteration": (first, "value_loss"),
+        "value loss at the end": (end, "value_loss"),
+    }
     price = ("kl_ent", "kl-1.0", "entropy-0.02", "kl-0.5", "kl-0.5-entropy-0.02", "gae", "gae-1.5")
     return {
         "verdicts": claim_table(found),
@@ -385,6 +397,8 @@ def tables(found: Studies) -> dict[str, str]:
         "changes": change_table(changes, changed, last=False),
         "changes-valued": change_table(changes, valued, last=True),
         "claims-changes": claims_by_place(by_change(changes), CHANGE_CLAIMS) if changes else NOT_RUN,
+        "recipes": table(by_world(recipes), in_recipes) if recipes else NOT_RUN,
+        "claims-recipes": claims_by_place(recipes, RECIPE_CLAIMS) if recipes else NOT_RUN,
         "scaling": table(
             found["scaling"],
             {

@@ -21,6 +21,7 @@ from findings_measures import (
     lately,
     share,
     unsteadiness,
+    updated,
     whole,
 )
 
@@ -96,6 +97,44 @@ CHANGE_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
     ),
 }
 """Claims on changes to the default, for each world, as those on λ."""
+RECIPE_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
+    "without a price of KL texts lose variety": (end, [("hacking: kl-0.05", "hacking: no-kl", "distinct_2")]),
+    "a price that adapts too late leaves less variety": (
+        end,
+        [("hacking: kl-adaptive", "hacking: kl-adaptive-late", "distinct_2")],
+    ),
+    "an adaptive price earns more than a fixed one": (end, [("hacking: kl-adaptive", "hacking: kl-0.05", "reward")]),
+    "a reward at every token raises the value loss": (
+        end,
+        [("spread: every-token", "spread: terminal", "value_loss")],
+    ),
+    "credit by token beats one credit per text": (
+        whole,
+        [("estimators-text: estimator=gae", "estimators-text: estimator=uniform", "reward")],
+    ),
+    "samples four updates old are behind at large steps": (
+        updated,
+        [("ages-large-steps: age=0", "ages-large-steps: age=4", "14 23")],
+    ),
+    "clipped importance weights help them": (
+        updated,
+        [("ages-large-steps: age=4,clip", "ages-large-steps: age=4", "14 23")],
+    ),
+    "clipping by L∞ learns faster than by L2": (whole, [("claims: max-norm", "claims: l2-norm", "reward")]),
+    "in the write-up's set-up, a lower coefficient with more entropy learns faster": (
+        whole,
+        [("write-up: kl_ent", "write-up: base", "reward")],
+    ),
+    "GAE learns faster than one-step advantages there": (
+        whole,
+        [("write-up: kl_ent", "write-up: kl_ent-one-step", "reward")],
+    ),
+    "an orthogonal head settles sooner than PyTorch's default there": (
+        whole,
+        [("write-up: base", "write-up: orthogonal-head", "value_loss")],
+    ),
+}
+"""Claims on variants of other studies, for each world."""
 WORLDS = {"builtin": "built-in reviews", "trec": "questions", "subj": "film sentences"}
 
 
@@ -116,11 +155,20 @@ def by_change(study: Mapping[str, Study]) -> dict[str, Study]:
     return {title: study[world] for world, title in WORLDS.items() if world in study}
 
 
+def recipes_by_world(found: Studies) -> dict[str, Study]:
+    """The runs of other studies' variants that were run in more worlds, by the title of the world."""
+    others = found.get("recipes", {})
+    names = {name for study in others.values() for name in study if name != "limit"}
+    built_in = {name: found[name.partition(": ")[0]][name.partition(": ")[2]] for name in sorted(names)}
+    return by_change({"builtin": built_in} | others) if names else {}
+
+
 def claims_by_place(places: Mapping[str, Study], claims: Mapping[str, tuple[Measure, Sequence[Comparison]]]) -> str:
     """A line per claim: its verdict and differences in each environment or world."""
     lines = ["| claim | " + " | ".join(places) + " |", "|" + "---|" * (len(places) + 1)]
     for text, claim in claims.items():
-        cells = [f"{words}: {'; '.join(shown)}" for words, shown in (judged(x, *claim) for x in places.values())]
+        found = (judged(study, *claim) for study in places.values())
+        cells = [f"{words}: {'; '.join(shown)}" if shown else "" for words, shown in found]
         lines.append(f"| {text} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

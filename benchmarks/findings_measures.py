@@ -53,7 +53,7 @@ def early(run: Run, metric: str) -> float:
 
 def first(run: Run, metric: str) -> float:
     """The value of the first iteration, before any training."""
-    return average(run[metric][:1])
+    return average(run.get(metric, [])[:1])
 
 
 def gained(run: Run, metric: str) -> float:

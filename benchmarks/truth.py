@@ -3,11 +3,11 @@
     python benchmarks/truth.py [--worlds builtin subj=FOLDER trec=FOLDER] [--variants default …] [--seeds 1 2 3 4 5]
 
 A variant is a name below, or settings, such as `advantage.estimator=mine.py:by_entropy`, with a comma between several,
-or one of a sweep in recipes/negative-sentiment, such as `"hacking: no-kl"`, with the world's policy, prompts and
-reward. `make truth` does it in the built-in world; the folders of the others are made by benchmarks/worlds.py. Each run
-is a separate process. Its figures go to benchmarks/findings-data/worlds.json, from which `make findings` makes the
-first chapter of benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits.
-The README's table comes last; with `--seeds` and nothing after it no run is made.
+or one of a study of benchmarks/study.py, such as `"hacking: no-kl"`, with the world's policy, prompts and reward. `make
+truth` does it in the built-in world; the folders of the others are made by benchmarks/worlds.py. Each run is a separate
+process. Its figures go to benchmarks/findings-data/worlds.json, from which `make findings` makes the first chapter of
+benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits. The README's table
+comes last; with `--seeds` and nothing after it no run is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from study import shorter
+from study import STUDIES, shorter
 
 from tokencredit import Callback, PPOConfig, PPOTrainer
 from tokencredit.provenance.parts import describe
@@ -105,6 +105,7 @@ KEPT = (
     "critic_share",
     "seconds",
     "attainable",
+    "age_mean",
 )
 
 
@@ -173,8 +174,8 @@ def settings_of(variant: str) -> dict[str, Any]:
     if variant in VARIANTS:
         return VARIANTS[variant]
     if of_recipe(variant):
-        recipe, _, name = variant.partition(": ")
-        return recipe_settings(RECIPES / "negative-sentiment" / f"{recipe}.yaml", name)
+        study, _, name = variant.partition(": ")
+        return recipe_settings(RECIPES / STUDIES[study], name)
     pairs = [text.partition("=") for text in variant.split(",")]
     if not all(equals for _, equals, _ in pairs):
         sys.exit(f"--variants {variant}: give key=value, or one of {', '.join(VARIANTS)}")
@@ -182,9 +183,9 @@ def settings_of(variant: str) -> dict[str, Any]:
 
 
 def of_recipe(variant: str) -> bool:
-    """True for a variant of a recipe, such as `hacking: no-kl`; `ppo.kwargs={beta: 0.3}` is a setting."""
-    recipe, colon, _ = variant.partition(": ")
-    return bool(colon) and "=" not in recipe
+    """True for a variant of a study's recipe, such as `hacking: no-kl`; `ppo.kwargs={beta: 0.3}` is a setting."""
+    study, colon, _ = variant.partition(": ")
+    return bool(colon) and study in STUDIES
 
 
 def recipe_settings(file: Path, name: str) -> dict[str, Any]:
