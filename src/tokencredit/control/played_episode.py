@@ -193,8 +193,7 @@ class Film:
         if envs.render_mode != "rgb_array" or self.every == 0 or (step % self.every and not last):
             return
         try:
-            with no_display(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of Gymnasium's checker, and of graphics libraries
+            with no_display(), warnings.catch_warnings(action="ignore"):  # Gymnasium's, and graphics libraries'
                 self.frames.append((step, np.array(envs.render()[0])))  # type: ignore[index]
         except Exception:  # such as pygame, which is missing
             self.frames, self.every = [], 0

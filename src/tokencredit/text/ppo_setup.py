@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, importing, quoted
 from tokencredit.learn.state import trainable
-from tokencredit.report.paper.card import Saved, model_card
+from tokencredit.report.paper.card import model_card
 from tokencredit.runs.folder import AUDIT
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.recorder import RunRecord
@@ -323,7 +323,9 @@ def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: 
         summary,
         None if pipeline.player is None else pipeline.player.environments.name,
         handed=[name for name in ("prompts", "completions") if name in reported],
-        saved=Saved(args.run.push_to_hub or str(folder), str(base), adapter.is_file()),
+        name=args.run.push_to_hub or str(folder),
+        base=str(base),
+        adapter=adapter.is_file(),
         evaluation={name: x for name, x in last.items() if name.startswith("eval/") and x is not None},
         audit=read_object(audit, audit.read_bytes())["metrics"] if audit.is_file() else {},
     )

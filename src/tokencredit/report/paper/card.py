@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,18 +25,6 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """Names of models that the hub accepts as `base_model`; it refuses a card with a path."""
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The model that a card describes."""
-
-    name: str = "MODEL"
-    """The repository or folder to load it from."""
-    base: str = ""
-    """The model that training started from; below an adapter, the model that it is loaded with."""
-    adapter: bool = False
-    """It is a PEFT adapter."""
-
-
 def model_card(
     args: PPOConfig,
     terms: Sequence[str],
@@ -45,7 +32,9 @@ def model_card(
     environment: str | None = None,
     *,
     handed: Sequence[str] = (),
-    saved: Saved = Saved(),
+    name: str = "MODEL",
+    base: str = "",
+    adapter: bool = False,
     evaluation: Mapping[str, float] = MappingProxyType({}),
     audit: Mapping[str, float] = MappingProxyType({}),
 ) -> str:
@@ -57,14 +46,16 @@ def model_card(
         summary: of the run.
         environment: name of the environment of episodes of several turns.
         handed: what came from calls in Python: prompts, completions.
-        saved: the model.
+        name: the repository or folder to load the model from.
+        base: the model that training started from; below an adapter, the model that it is loaded with.
+        adapter: it is a PEFT adapter.
         evaluation: metrics of the last evaluation on held-out prompts.
         audit: metrics of an audit at the end.
     """
     tags = ["tokencredit", "ppo", "reinforcement-learning"]
-    header: dict[str, Any] = {"library_name": "peft" if saved.adapter else "transformers", "tags": tags}
+    header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": tags}
     header["pipeline_tag"] = "text-generation"
-    base = saved.base or args.model.name
+    base = base or args.model.name
     if HUB_ID.fullmatch(base) and not Path(base).exists():
         header["base_model"] = base
     python = {key: [part] if isinstance(part, str) else list(part) for key, part in args.python.items()}
@@ -76,7 +67,7 @@ def model_card(
     if environment:
         source += f"- environment: {code(environment)}, at most {args.env.max_turns} turns\n"
     source += "".join(f"- {key} from Python: {', '.join(map(code, parts))}\n" for key, parts in python.items())
-    needs = "  # needs peft, and the base model" if saved.adapter else ""
+    needs = "  # needs peft, and the base model" if adapter else ""
     kind, rollout = "episodes" if environment else "completions", args.rollout
     adapted = "" if args.kl.target is None else f" at first, adapted to {args.kl.target:g} nats per sequence"
     filters = {name: getattr(rollout, name) for name in rollout.filters()}
@@ -95,7 +86,7 @@ def model_card(
         f"{sampling}"
         f"- ended by: {summary['stopped_by']}\n\n"
         "```python\nfrom transformers import pipeline\n\n"
-        f'generate = pipeline("text-generation", model={visible(saved.name)!r}){needs}\n'
+        f'generate = pipeline("text-generation", model={visible(name)!r}){needs}\n'
         f'print(generate("Your prompt", max_new_tokens={rollout.max_new_tokens}, do_sample=True, '
         f'{", ".join(f"{name}={x}" for name, x in options.items())})[0]["generated_text"])\n```\n\n'
         f"{results(args, summary, evaluation, audit)}\n"

@@ -48,12 +48,7 @@ class Rollout:
 
     def inputs(self) -> dict[str, Tensor]:
         """Inputs of `ActorCritic` for evaluating these responses again."""
-        return {
-            "prompt_ids": self.prompt_ids,
-            "prompt_mask": self.prompt_mask,
-            "response_ids": self.response_ids,
-            "mask": self.mask,
-        }
+        return {name: getattr(self, name) for name in ("prompt_ids", "prompt_mask", "response_ids", "mask")}
 
     def head(self, count: int) -> Rollout:
         """The first rows."""

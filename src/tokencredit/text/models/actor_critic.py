@@ -202,13 +202,13 @@ class ActorCritic(nn.Module):
         extent, states = Extent.of(inputs), None
         if self.critic.shared:  # the policy's trunk is only read
             with torch.no_grad():
-                states = self._critic_states(self.critic, inputs, extent)
+                states = self.critic_states(self.critic, inputs, extent)
         return self._outputs(inputs, extent, states)
 
     def _outputs(self, inputs: Inputs, extent: Extent, states: Tensor | None = None) -> CriticOutputs:
         """The critic's outputs at sampled tokens, values 0 elsewhere; `states` are the inputs of a shared critic."""
         assert self.critic is not None
-        states = self._critic_states(self.critic, inputs, extent) if states is None else states
+        states = self.critic_states(self.critic, inputs, extent) if states is None else states
         outputs = self.critic.outputs(extent.gather(states))
         return outputs._replace(values=extent.scatter(outputs.values, inputs["mask"].shape))
 
@@ -234,11 +234,9 @@ class ActorCritic(nn.Module):
         """Hidden states `[batch, time, width]` of the states before each response token."""
         return within(self.lm, self._read, trunk_of(self.lm), inputs, Extent.of(inputs), self.trunk_hidden)[0]
 
-    def critic_states(self, critic: Critic, inputs: Inputs) -> Tensor:
+    def critic_states(self, critic: Critic, inputs: Inputs, extent: Extent | None = None) -> Tensor:
         """Input states of a critic, `[batch, time, width]`, before each response token."""
-        return self._critic_states(critic, inputs, Extent.of(inputs))
-
-    def _critic_states(self, critic: Critic, inputs: Inputs, extent: Extent) -> Tensor:
+        extent = extent or Extent.of(inputs)
         if critic.trunk is not None:  # a pass through its own trunk, or through the policy's up to the layer it reads
             return within(critic.trunk, self._read, critic.trunk, inputs, extent, self.trunk_hidden)[0]
         if critic.adapter is not None:  # a pass through the policy's trunk with the critic's adapter

@@ -109,15 +109,14 @@ class CachedSteps:
     A slot is a row of the running batch.
     """
 
+    cached = True
+
     def __init__(self, model: ActorCritic, prompt_mask: Tensor, limit: int):
         """Prepare for prompts with this mask, `[batch, prompt]`, and at most `limit` new tokens."""
         self.model, self.end = model, prompt_mask.shape[1]
         self.attention_mask, self.position_ids = positions(prompt_mask, limit)
-        self.cache: Any = self._cache()
+        self.cache: Any = sampling_cache(model.lm.config) if self.cached else None
         self.rows = torch.arange(len(prompt_mask), device=prompt_mask.device)
-
-    def _cache(self) -> Cache | None:
-        return sampling_cache(self.model.lm.config)
 
     def prompts(self, prompt_ids: Tensor, per_prompt: int) -> Tensor:
         """Prefill, each prompt once per `per_prompt` consecutive rows; returns the last states `[slots, width]`."""
@@ -161,9 +160,7 @@ class FullSteps(CachedSteps):
     """The same for a model without a cache: each step runs all tokens again."""
 
     ids: Tensor
-
-    def _cache(self) -> None:
-        """None: there is no cache."""
+    cached = False
 
     def begin(self, ids: Tensor) -> None:
         """Take the tokens of the running batch, `[slots, time]`, that have been run."""

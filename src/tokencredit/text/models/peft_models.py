@@ -165,8 +165,7 @@ def _wrapped(lm: PreTrainedModel) -> Any:
     trainable.inference_mode = False
     if hasattr(trainable, "init_lora_weights"):
         trainable.init_lora_weights = True  # others, such as PiSSA, would change the base weights again
-    with peft_errors("cannot convert the model's adapter"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with peft_errors("cannot convert the model's adapter"), warnings.catch_warnings(action="ignore"):
         state = peft.get_peft_model_state_dict(lm, adapter_name=name, save_embedding_layers=False)
         model = peft.PeftModel(lm, trainable, name)
         peft.set_peft_model_state_dict(model, {f"base_model.model.{key}": x for key, x in state.items()}, name)

@@ -194,8 +194,7 @@ def quietly() -> Iterator[None]:
     before = hub.HF_HUB_DISABLE_TELEMETRY
     hub.HF_HUB_DISABLE_TELEMETRY = True
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             yield
     finally:
         hub.HF_HUB_DISABLE_TELEMETRY = before

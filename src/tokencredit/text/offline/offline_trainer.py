@@ -10,14 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
-from torch import Tensor
 
 from tokencredit.distributed.processes import Processes, lack_of_memory
 from tokencredit.errors import ConfigError
 from tokencredit.learn import rng
 from tokencredit.learn.controllers import EarlyStopping
 from tokencredit.learn.optim import build_optimizer, clip_gradients, hidden_matrices, schedule, set_rates
-from tokencredit.learn.state import load_training_state, nbytes, sharded_parameters, trainable, training_state
+from tokencredit.learn.state import load_training_state, nbytes, trainable, training_state
 from tokencredit.learn.training_mode import training, training_modules
 from tokencredit.learn.update import drop_gradients
 from tokencredit.provenance.parts import describe, label
@@ -207,10 +206,6 @@ class OfflineTrainer(Trainer):
         """Resumable state: the part that all processes share, and this process's own."""
         shared = {"origin": self.origin, "drawn": self.drawn} | training_state(self.model.lm, self.optimizer)
         return shared, {"random": rng.random_state()}
-
-    def sharded_tensors(self) -> dict[str, Tensor]:
-        """The sharded parameters, by name."""
-        return sharded_parameters(self.model.lm)
 
     def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (of `Trainer`)
         """Restore the result of `state`, its second part under `process`; refuses another model, tokenizer or data."""

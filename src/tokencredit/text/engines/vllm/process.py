@@ -35,8 +35,7 @@ def contained() -> Iterator[None]:
     """
     environment, hook, frozen = dict(os.environ), sys.excepthook, gc.get_freeze_count()
     dtype, threads, set_threads = torch.get_default_dtype(), torch.get_num_threads(), torch.set_num_threads
-    with warnings.catch_warnings(), preserved(), _silenced():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), preserved(), _silenced():
         os.environ.update(DEFAULTS | environment | ENVIRONMENT)
         try:
             yield

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
+from tokencredit.errors import cut
 from tokencredit.text.turns.protocols.episode import Message
 
 Schema = dict[str, Any]
@@ -210,18 +211,20 @@ def find_format(text: str, call: dict[str, Any], schemas: Sequence[Schema], own:
 def as_call(call: Any, index: int) -> dict[str, Any]:
     """A parsed call in OpenAI's form, `{"type": "function", "id": …, "function": …}`; raises `MalformedCall`."""
     if not isinstance(call, dict):
-        raise MalformedCall(f"a call is {shorten(call)}; it must be an object with a name and arguments")
+        raise MalformedCall(f"a call is {cut(repr(call), 40)}; it must be an object with a name and arguments")
     function = call["function"] if isinstance(call.get("function"), dict) else call
     name = function.get("name", function.get("tool_name"))
     if not isinstance(name, str) or not name:
-        raise MalformedCall(f"a call has the name {shorten(name)}; it must be a text")
+        raise MalformedCall(f"a call has the name {cut(repr(name), 40)}; it must be a text")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise MalformedCall(f"the arguments of {shorten(name)} are {shorten(arguments)}; they must be an object")
+        raise MalformedCall(
+            f"the arguments of {cut(repr(name), 40)} are {cut(repr(arguments), 40)}; they must be an object"
+        )
     check_json({"name": name, "arguments": arguments})
     key = call.get("id")
     if not (isinstance(key, str) and 0 < len(key) <= 64 and not SURROGATE.search(key)):
@@ -256,11 +259,4 @@ def describe_error(error: BaseException) -> str:
         text = f"the arguments are nested deeper than {MAX_DEPTH} levels"
     else:
         text = str(cause) if isinstance(cause, MalformedCall) else f"the call cannot be read: {cause}"
-    text = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", " ".join(text.split()))
-    return text if len(text) <= MAX_DESCRIPTION else text[: MAX_DESCRIPTION - 1] + "…"
-
-
-def shorten(value: Any) -> str:
-    """The `repr` of a value of a message, in at most 40 characters."""
-    text = repr(value)
-    return text if len(text) <= 40 else text[:39] + "…"
+    return cut(SURROGATE.sub("\N{REPLACEMENT CHARACTER}", " ".join(text.split())), MAX_DESCRIPTION)
