@@ -33,6 +33,17 @@ def test_completions_of_one_prompt_count_as_one_in_the_error_of_a_term():
     assert "| eval/reward/length | 0.5 | 1 " in card
 
 
+def test_sampling_of_evaluations_is_named_and_greedy_ones_have_no_error():
+    measured = {"eval/reward/length": 0.5, "eval/reward_std/length": 0.2}
+    args = PPOConfig.from_dict({"eval.every": 1, "eval.temperature": 0, "eval.max_new_tokens": 8})
+    card = model_card(args, ["length"], SUMMARY, evaluation=measured)
+    assert "| eval/reward/length | 0.5 | 64 completions, most likely tokens, up to 8 tokens |" in card
+    args = PPOConfig.from_dict({"eval.every": 1, "eval.temperature": 0.6})
+    assert "(standard error) | 64 completions, temperature 0.6 |" in model_card(
+        args, ["length"], SUMMARY, evaluation=measured
+    )
+
+
 def test_a_loop_by_hand_has_prompts_and_scores_from_python():
     card = model_card(PPOConfig(), [], SUMMARY, handed=["prompts", "completions"])
     assert (

@@ -110,7 +110,7 @@ CASES = {
     "swift.sh": (SWIFT, {"rollout.batch_size": 16, "rollout.max_new_tokens": 128, "rollout.stop_at_eos": True}),
     "verl.sh": (VERL, {"rollout.batch_size": 512, "ppo.minibatches": 4, "kl.place": "loss", "kl.estimator": "k3"}),
     "verl.yaml": (VERL_YAML, {"ppo.epochs": 2, "ppo.clip": 0.1, "critic.clip": 0.5, "run.iterations": 30}),
-    "openrlhf.sh": (OPENRLHF, {"rollout.batch_size": 512, "ppo.minibatches": 8, "score.normalize": "running"}),
+    "openrlhf.sh": (OPENRLHF, {"rollout.batch_size": 512, "ppo.minibatches": 8, "score.normalize": "none"}),
     "old.sh": (OLD_OPENRLHF, {"model.name": "org/policy", "kl.coef": 0.02, "rollout.engine": "vllm"}),
 }
 COUNT_NO_EPOCHS = ("trl.yaml", "trl.py", "verl.yaml")
@@ -327,3 +327,48 @@ def test_defaults_without_a_counterpart_are_named(tmp_path, capsys):
         assert f"#   {default} (default): Adam's are 0.9 and 0.999" in text
         assert f"{default} (default)" in told
     assert "adam_beta2 0.95" not in run(tmp_path, "b.sh", SWIFT.replace("zero3", "zero3 --adam_beta2 0.999"), capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "keys", "left"),
+    [
+        (  # its loader leaves out the prompts of an unfinished batch; it evaluates the most likely tokens
+            "verl.sh",
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=org/policy data.train_batch_size=1000 "
+            "trainer.total_epochs=2 trainer.test_freq=5 actor_rollout_ref.actor.use_kl_loss=True "
+            "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=64 data.seed=7",
+            {"run.iterations": 10, "eval.temperature": 0.0, "score.overlong": [64.0, 1.0], "seed": 7, "kl.coef": 0.001},
+            ["kl.coef: a KL in the loss is divided by the deviation of the advantages here, and not there: give 0.001"],
+        ),
+        (
+            "openrlhf.sh",
+            "python3 -m openrlhf.cli.train_ppo_ray --pretrain org/policy --reward_pretrain org/one,org/two "
+            "--normalize_reward --eval.dataset held.jsonl --eval.steps 4 --generate_max_len 64 "
+            "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis",
+            {"critic.name": "org/one", "eval.temperature": 0.6, "eval.best_of": 4, "off_policy.correct": "none"},
+            ["score.normalize: mean and deviation of the reward", "off_policy.correct: seq-mask-tis masks sequences"],
+        ),
+        (
+            "trl.py",
+            "config = PPOConfig(num_mini_batches=2, per_device_train_batch_size=16, total_episodes=3200)",
+            {"optim.lr": 3e-6, "rollout.batch_size": 16},
+            ["optim.lr: 3e-6 is the default since TRL 0.29", "rollout.batch_size: as since TRL 0.17"],
+        ),
+        (
+            "old.py",
+            "config = PPOConfig(model_name='org/policy', ppo_epochs=2, steps=64, batch_size=16)\ntrainer.step(a, b, c)",
+            {"rollout.max_new_tokens": 24},
+            ["rollout.max_new_tokens: no length of completions is given"],
+        ),
+    ],
+)
+def test_values_that_mean_something_else_here_are_left_to_the_user(name, text, keys, left, tmp_path, capsys):
+    rows = ["--rows", "5999"] if name == "verl.sh" or name == "openrlhf.sh" else []
+    config, _, said = run(tmp_path, name, text, capsys, *rows)
+    for key, value in keys.items():
+        found = config
+        for part in key.split("."):
+            found = getattr(found, part)
+        assert found == value, key
+    for line in left:
+        assert f"left to you: {line}" in said

@@ -221,6 +221,7 @@ def begun(tmp_path, summary=None, **run):
         ({"iterations": 2, "stopped_by": "stop.reward"}, "finished"),
         ({"iterations": 2, "stopped_by": "interrupt"}, "to resume"),
         ({"iterations": 2, "stopped_by": "an error"}, "to resume"),
+        ({"iterations": 0, "stopped_by": "an error"}, "to begin"),
         ({"iterations": 3, "stopped_by": "SIGTERM"}, "finished"),  # in its last iteration
         ({"iterations": 3, "stopped_by": "numbers that are not finite"}, "to begin"),  # it learned nothing
         ({"iterations": 2, "stopped_by": "numbers that are not finite"}, "to resume"),
@@ -258,6 +259,9 @@ def test_a_run_whose_reward_file_was_edited_is_named(tmp_path):
     source.write_text("def length(completions):\n    return [-len(x) for x in completions]\n")
     with pytest.raises(ConfigError, match=r"other settings: reward\[0\]\.function is now length \(rewards\.py"):
         refuse_changed([run])
+    # A run that failed in its first iteration begins anew, so the mended file is taken.
+    (run.folder / "summary.json").write_text(json.dumps({"iterations": 0, "stopped_by": "a reward"}))
+    refuse_changed([run])
 
 
 def test_a_run_whose_environment_was_edited_is_named(tmp_path, monkeypatch):

@@ -109,11 +109,16 @@ def results(
     size = prompts * args.eval.best_of
     held_out = args.held_out_prompts() is not None or "eval_dataset" in args.python
     count = f"{size} {'episodes' if args.several_turns() else 'completions'}{' of held-out prompts' * held_out}"
+    greedy = args.eval.temperature == 0
+    if args.eval.temperature is not None:
+        count += ", most likely tokens" if greedy else f", temperature {args.eval.temperature:g}"
+    if args.eval.max_new_tokens is not None:
+        count += f", up to {args.eval.max_new_tokens} tokens"
     rows = [(name, f"{value:.4g}", meanings.get(name, "")) for name, value in figures.items()]
     for name, measured in evaluation.items():
         deviation = evaluation.get(name.replace("eval/reward/", "eval/reward_std/")) if "/reward/" in name else None
-        # Completions of one prompt count as one, since they share its difficulty.
-        error = None if deviation is None or prompts < 2 else f"{deviation / math.sqrt(prompts - 1):.2g}"
+        # Completions of one prompt count as one, since they share its difficulty; of most likely tokens they are equal.
+        error = None if deviation is None or prompts < 2 or greedy else f"{deviation / math.sqrt(prompts - 1):.2g}"
         rows.append((name, f"{measured:.4g}{f' ± {error} (standard error)' if error else ''}", count))
     for name, meaning in AUDITED.items():
         value, low, high = (audit.get(f"audit/{name}{end}") for end in ("", "_low", "_high"))

@@ -8,7 +8,6 @@ from tokencredit.settings.projects.translation import Project
 from tokencredit.settings.projects.values import (
     DEFAULT,
     Without,
-    first,
     iterations,
     number,
     product,
@@ -41,6 +40,18 @@ def reward(model: Any, url: Any, agent: Any) -> Any:
     if agent or url:
         return Without(f"{agent or url} takes OpenRLHF's arguments; docs/rewards.md and docs/turns.md have those here")
     return reward_models(model) if model else DEFAULT
+
+
+def critic_name(critic: Any, model: Any, actor: Any, url: Any, agent: Any) -> Any:
+    """The critic's model: by default the first reward model, or the policy's beside a server or an agent."""
+    return critic or (actor if url or agent or not model else model.split(",")[0].strip())
+
+
+def correction(on: Any, kind: Any) -> Any:
+    """The correction by importance weights; a mask of sequences beside weights of tokens is none of those here."""
+    if on and kind == "seq-mask-tis":
+        return Without("seq-mask-tis masks sequences and weighs tokens; mask with off_policy.level: geometric is near")
+    return DEFAULT if not on else "clip" if kind in (None, "tis") else "mask"
 
 
 NAMES = {
@@ -165,7 +176,13 @@ OPENRLHF = Project(
     aliases=older(),
     values={
         "reward": ("reward.model_name_or_path reward.remote_url train.agent_func_path", reward),
-        "critic.name": ("critic.model_name_or_path reward.model_name_or_path actor.model_name_or_path", first),
+        "critic.name": (
+            "critic.model_name_or_path reward.model_name_or_path actor.model_name_or_path reward.remote_url "
+            "train.agent_func_path",
+            critic_name,
+        ),
+        "eval.temperature": ("eval.dataset eval.temperature", lambda data, at: at if data else DEFAULT),
+        "eval.best_of": ("eval.dataset eval.n_samples_per_prompt", lambda data, n: n if data else DEFAULT),
         "prompts.template": (
             "data.input_template",
             lambda text: text.replace("{}", "{{ input }}") if text else DEFAULT,
@@ -181,13 +198,20 @@ OPENRLHF = Project(
         "rollout.engine": ("vllm.num_engines", lambda number: "vllm" if number else DEFAULT),
         "off_policy.correct": (
             "algo.advantage.is_correction_enable algo.advantage.is_correction_type",
-            lambda on, kind: DEFAULT if not on else "clip" if kind in (None, "tis") else "mask",
+            correction,
         ),
         "off_policy.bounds": (
             "algo.advantage.is_correction_enable algo.advantage.is_correction_threshold",
             lambda on, pair: [float(x) for x in pair or (0.5, 5.0)] if on else DEFAULT,
         ),
-        "score.normalize": ("reward.normalize_enable", lambda on: "running" if on else DEFAULT),
+        "score.normalize": (
+            "reward.normalize_enable",
+            lambda on: (
+                Without("mean and deviation of the reward model's config.json there; those of scores here")
+                if on
+                else DEFAULT
+            ),
+        ),
         "score.clip": ("reward.clip_range", score_clip),
         "score.overlong": (
             "reward.overlong_buffer_len reward.overlong_penalty_factor",
@@ -224,6 +248,7 @@ OPENRLHF = Project(
         **{"rollout.batch_size": 1024, "rollout.n_samples_per_prompt": 1, "rollout.temperature": 1.0},
         **{"train.batch_size": 128, "train.max_epochs": 1, "train.num_episodes": 1, "reward.clip_range": (-10, 10)},
         **{"data.input_key": "input", "data.max_len": 2048, "actor.adam.betas": (0.9, 0.95)},
+        **{"eval.temperature": 0.6, "eval.n_samples_per_prompt": 4},
     },
     fixed={"critic.head": "linear", "critic.prefix_every": 0, "critic.coef": 1.0},
 )

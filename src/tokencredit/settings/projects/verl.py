@@ -86,6 +86,9 @@ VERL = Project(
         "eval.dataset": "data.val_files val_files",
         "eval.every": "trainer.test_freq test_freq",
         "eval.best_of": "rollout.val_kwargs.n",
+        "eval.temperature (0 without sampling)": "rollout.val_kwargs.temperature rollout.val_kwargs.do_sample",
+        "none (evaluations have the filters of rollouts)": "rollout.val_kwargs.top_p rollout.val_kwargs.top_k",
+        "seed": "data.seed",
         "rollout.batch_size (completions: prompts × rollout.per_prompt)": "data.train_batch_size",
         "rollout.per_prompt": "actor_rollout_ref.rollout.n rollout.n",
         "rollout.max_new_tokens": "data.max_response_length max_response_length",
@@ -124,7 +127,7 @@ VERL = Project(
         "optim.final_scale": "actor.optim.min_lr_ratio",
         "optim.weight_decay": "actor.optim.weight_decay",
         "optim.max_grad_norm": "actor.optim.clip_grad actor.grad_clip grad_clip",
-        "score.overlong": "overlong_buffer overlong_buffer.*",
+        "score.overlong": "overlong_buffer.enable overlong_buffer.len overlong_buffer.penalty_factor overlong_buffer.*",
         "run.iterations (passes × prompts × rollout.per_prompt / rollout.batch_size)": "trainer.total_epochs",
         "run.iterations": "trainer.total_training_steps total_training_steps",
         "run.dir": "trainer.default_local_dir trainer.experiment_name experiment_name default_local_dir",
@@ -175,6 +178,10 @@ VERL = Project(
             "algorithm.adv_estimator",
             lambda name: "batch" if name == "gae" or name.startswith("reinforce_plus_plus") else "none",
         ),
+        "eval.temperature": (
+            "trainer.test_freq rollout.val_kwargs.temperature rollout.val_kwargs.do_sample",
+            lambda every, at, sampled: DEFAULT if (every or 0) < 1 else at if sampled else 0.0,
+        ),
         "rollout.batch_size": ("data.train_batch_size actor_rollout_ref.rollout.n", product),
         "rollout.stop_at_eos": ("actor_rollout_ref.rollout.ignore_eos", lambda ignore: not ignore),
         "ppo.minibatches": ("data.train_batch_size actor.ppo_mini_batch_size", number),
@@ -186,13 +193,18 @@ VERL = Project(
         ),
         "run.iterations": (
             "trainer.total_training_steps trainer.total_epochs rows data.train_batch_size",
-            lambda steps, *epochs: steps or iterations(*epochs),
+            # An epoch leaves out the prompts of an unfinished batch.
+            lambda steps, epochs, rows, size: steps or iterations(epochs, rows and max(1, rows // size) * size, size),
         ),
         "kl.place": (KL_NAMES, kl_place),
         "kl.coef": (f"{KL_NAMES} algorithm.kl_ctrl.kl_coef actor.kl_loss_coef", kl_coef),
         "kl.estimator": (f"{KL_NAMES} algorithm.kl_penalty actor.kl_loss_type", kl_estimator),
         "kl.target": ("algorithm.kl_ctrl.type algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon", kl_target),
         "optim.warmup": ("actor.optim.lr_warmup_steps actor.optim.lr_warmup_steps_ratio =run.iterations", warmup),
+        "score.overlong": (
+            "overlong_buffer.enable overlong_buffer.len overlong_buffer.penalty_factor",
+            lambda on, tokens, factor: [float(tokens), float(factor or 1)] if on and tokens else DEFAULT,
+        ),
         "reward": (
             "custom_reward_function.path custom_reward_function.name reward_model.enable reward_model.model.path",
             own_reward,
@@ -208,7 +220,17 @@ VERL = Project(
         **{"algorithm.kl_ctrl.kl_coef": 0.001, "actor.kl_loss_coef": 0.001, "algorithm.kl_penalty": "kl"},
         **{"actor.optim.lr_scheduler_type": "constant", "actor.optim.lr_warmup_steps_ratio": 0.0},
         **{"actor.optim.min_lr_ratio": 0.0, "actor.grad_clip": 1.0},
+        **{"rollout.val_kwargs.temperature": 0.0, "rollout.val_kwargs.do_sample": False},
         **{"actor.optim.weight_decay": 0.01, "trainer.total_epochs": 30, "reward_model.enable": False},
     },
     fixed={"critic.head": "linear", "critic.coef": 1.0, "critic.prefix_every": 0},
+    aliases={
+        f"{place}.{name}": f"overlong_buffer.{name}"
+        for place in (
+            "reward_model.overlong_buffer",
+            "reward_model.reward_kwargs.overlong_buffer_cfg",
+            "reward.reward_kwargs.overlong_buffer_cfg",
+        )
+        for name in ("enable", "len", "penalty_factor", "log")
+    },
 )

@@ -16,6 +16,7 @@ from tokencredit.settings.fields import check_value, settings_of, unused
 from tokencredit.settings.foreign_names import misspelt
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.projects.translation import Project, Translation, translate
+from tokencredit.settings.projects.trl import TRL
 from tokencredit.settings.reader import Dumper, read_yaml
 from tokencredit.settings.text import PPOConfig
 
@@ -26,6 +27,7 @@ NEEDED = {
     "reward": "no reward is named; the default rewards negative reviews of films",
     "prompts.dataset": "no prompts are named",
     "run.iterations": "no length is given",
+    "rollout.max_new_tokens": "no length of completions is given; the default is 24 tokens",
 }
 """Keys without which a run would be another one, and the reason that is said."""
 OPEN: dict[str, Any] = {
@@ -132,6 +134,7 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
     for key, reason in NEEDED.items():
         if key not in settings:
             made.undecided.setdefault(key, reason)
+    made.undecided |= _doubts(project, given, settings)
     for key in OPEN.keys() & made.undecided.keys():
         settings[key], made.origins[key] = OPEN[key], "left to you"
     _choose_labels(made, given.get("num_labels"))
@@ -143,6 +146,22 @@ def migrated(project: Project, given: Mapping[str, Any], notes: list[str]) -> Mi
         made.notes += [f"{name} is not known; did you mean {near}?"] * bool(near)
         made.without[name] = "not known" + bool(near) * f"; did you mean {near}?"
     return made
+
+
+def _doubts(project: Project, given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
+    """By key, the reason that a value, although it is written, may not be that of the file."""
+    doubts = {}
+    if project is TRL and given.get("learning_rate") is None:
+        doubts["optim.lr"] = "3e-6 is the default since TRL 0.29; it was 5e-5 before"
+    if project is TRL and given.get("num_mini_batches") not in (None, 1):
+        doubts["rollout.batch_size"] = "as since TRL 0.17; before, num_mini_batches times as many completions"
+    place, coef = settings.get("kl.place"), settings.get("kl.coef")
+    if coef and place in ("loss", "both") and settings.get("advantage.whiten") == "batch":
+        doubts["kl.coef"] = (
+            "a KL in the loss is divided by the deviation of the advantages here, and not there: give "
+            f"{coef:g} × advantage_std of a first run"
+        )
+    return doubts
 
 
 def _compare_tokenizers(made: Migrated) -> None:
@@ -173,7 +192,9 @@ def _choose_labels(made: Migrated, count: Any) -> None:
             continue
         listed = ", ".join(labels := _labels_of(name) or [f"LABEL_{i}" for i in range(known)])
         if not labels:
-            made.notes.append(f"labels of {name}, no folder here: if --check finds any, set classifier and label")
+            made.notes.append(
+                f"labels of {name}, no folder here: if --check finds any, name a classifier and its label"
+            )
         elif len(labels) > 1:
             options = {key: value for key, value in term.items() if key not in ("classifier", "reward_model")}
             made.settings["reward"][number] = {"classifier": name, "label": labels[-1]} | options

@@ -66,7 +66,7 @@ class SweepRun:
         return read_object(file, file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def state(self) -> Literal["to begin", "to resume", "finished"]:
-        """State of the run; without checkpoints, an interrupted run begins anew."""
+        """State of the run; one without checkpoints, or that ended before its first iteration, begins anew."""
         summary = self.summary()
         stopped_by = str(summary.get("stopped_by"))
         # A run interrupted in its last iteration has nothing left to do; one that learned nothing cannot be resumed.
@@ -76,7 +76,7 @@ class SweepRun:
             done = stopped_by == "iterations"
         if done or stopped_by.startswith("stop."):  # a rule under `stop` ended it
             return "to begin" if stopped_by == TooManyBadSteps.stopped_by else "finished"
-        begun = (self.folder / "config.yaml").is_file()
+        begun = (self.folder / "config.yaml").is_file() and summary.get("iterations") != 0
         if begun and (self.config.run.save_every or saved(self.folder)):
             return "to resume"
         return "to begin"
@@ -210,10 +210,10 @@ def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def refuse_changed(runs: Sequence[SweepRun]) -> None:
-    """Raise `ConfigError` if a run was begun with other settings, or other code in files, than the sweep has now."""
+    """Raise `ConfigError` if a run to resume or finished had other settings, or code in files, than the sweep has."""
     for run in runs:
         file = run.folder / "config.yaml"
-        if not file.is_file():
+        if not file.is_file() or run.state() == "to begin":
             continue
         settings = changes(file, plain(run.config)).items()
         lines = [f"{key} is {now!r} and was {then!r}" for key, (then, now) in settings]
