@@ -163,7 +163,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         ),
         (["generate", "x", "--prompt", "a", "--base"], "--base needs a run; 'x' is a model"),
         (["sweep", "nowhere", "--on", "x"], "--on is 'x'; it must be one of local, ray, slurm"),
-        (["generate", "nowhere", "--temperature", "0"], "temperature is 0.0; it must be above 0"),
+        (["generate", "nowhere", "--temperature", "-1"], "temperature is -1.0; it must be at least 0"),
         (["generate", "nowhere", "--temperatur", "1"], "unknown key temperatur; did you mean temperature?"),
         (["report", "nowhere", "--zzz"], "unknown option --zzz; see --help"),
         (["generate"], "generate needs MODEL, the folder of a run or a model, or a hub id"),
@@ -246,7 +246,7 @@ def test_help_and_mistakes_import_nothing_heavy():
 from tokencredit.cli import main
 for arguments in (
     "--help", "train --help", "train --ppo.clip 2", "train --run.dir /", "evaluate --help", "evaluate x",
-    "evaluate x --temperature 0", "check-template .", "chat builtin:reviews --base", "inspect .",
+    "evaluate x --temperature -1", "check-template .", "chat builtin:reviews --base", "inspect .",
 ):
     try:
         main(arguments.split())

@@ -1,8 +1,10 @@
 """Descriptions of functions, classes, objects and data."""
 
 import json
+import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, wraps
+from importlib.util import module_from_spec, spec_from_file_location
 
 import numpy as np
 import pandas as pd
@@ -107,6 +109,82 @@ def test_each_number_of_a_tensor_counts(dtype):
         partial(score, power=torch.tensor(2**24 + x).sub(2**24 * (dtype.itemsize < 8)).to(dtype)) for x in (0, 1)
     )
     assert describe(one)["digest"] != describe(other)["digest"]
+
+
+def turned(function):
+    """A decorator whose wrapper reads a constant."""
+
+    @wraps(function)
+    def wrapper(completions):
+        return [SIGN * number for number in function(completions)]
+
+    return wrapper
+
+
+@turned
+def decorated(completions):
+    return [sign() + len(text) for text in completions]
+
+
+@torch.no_grad()
+def without_gradients(completions):
+    return [sign() for _ in completions]
+
+
+@cache
+def cached_word(word):
+    return SIGN * len(word)
+
+
+def with_cached(completions):
+    return [cached_word(text) for text in completions]
+
+
+class Decorated:
+    """An object whose call is decorated."""
+
+    @turned
+    def __call__(self, completions=()):
+        return [len(text) for text in completions]
+
+
+@pytest.mark.parametrize("function", [decorated, without_gradients, with_cached, Decorated])
+def test_what_lies_below_and_in_decorators_counts(monkeypatch, function):
+    before = describe(function)
+    assert before["name"] == function.__name__
+    assert f" {function.__name__}" in before["source"]
+    monkeypatch.setitem(globals(), "SIGN", 2)
+    assert describe(function)["digest"] != before["digest"]
+
+
+def test_the_body_of_a_decorator_counts():
+    other = turned(decorated.__wrapped__)
+    assert describe(other)["digest"] == describe(decorated)["digest"]
+
+    def turned_twice(function):
+        @wraps(function)
+        def wrapper(completions):
+            return [2 * SIGN * number for number in function(completions)]
+
+        return wrapper
+
+    assert describe(turned_twice(decorated.__wrapped__))["digest"] != describe(decorated)["digest"]
+
+
+def test_a_moved_file_is_the_same_part(tmp_path):
+    digests = set()
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "moved.py"
+        file.write_text("def helper():\n    return 1\n\n\ndef score(completions):\n    return [helper()]\n")
+        spec = spec_from_file_location("moved", file)
+        module = sys.modules["moved"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        part = describe(module.score)
+        assert part["reads"]["helper"]["file"] == str(file)
+        digests.add(part["digest"])
+        del sys.modules["moved"]
+    assert len(digests) == 1
 
 
 def test_code_that_is_typed_in_has_a_digest():

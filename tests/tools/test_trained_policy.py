@@ -54,6 +54,14 @@ def test_the_command_and_python_sample_the_same_from_a_run_and_from_a_model(tmp_
     assert load("builtin:reviews").generate("The film was", 2, **SMALL | {"top_k": 1}) != completions
 
 
+def test_a_temperature_of_0_takes_the_most_likely_tokens(capsys):
+    greedy = load("builtin:reviews").generate("The film was", 2, temperature=0, max_new_tokens=6)
+    assert greedy[0] == greedy[1]
+    assert greedy == load("builtin:reviews").generate("The film was", 2, top_k=1, max_new_tokens=6)
+    flags = ["--prompt", "The film was", "-n", "1", "--temperature", "0", "--max_new_tokens", "6"]
+    assert printed(capsys, "builtin:reviews", *flags) == [f"The film was{greedy[0]}"]
+
+
 def test_ids_are_those_of_the_completions(capsys):
     policy = load("builtin:reviews")
     assert repr(policy) == "<Policy builtin:reviews: GPT2LMHeadModel, 1.7 million parameters, no critic>"
@@ -137,7 +145,7 @@ def test_loading_draws_nothing_from_the_global_generators(run):
     ("options", "message"),
     [
         ({"n": 0}, "n is 0; it must be at least 1"),
-        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
+        ({"temperature": -1.0}, "temperature is -1.0; it must be at least 0"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"topk": 3}, r"unknown key topk; did you mean top_k\?"),
     ],

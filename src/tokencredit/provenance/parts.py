@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -26,21 +26,23 @@ SHOWN = 4
 """Most arguments in a label."""
 CHANGES = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update", "write"}
 """Methods that change an object."""
+DECORATED = FunctionType, type(cache(len))
+"""Types of functions below decorators: `functools.wraps`, `functools.cache`."""
 CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
 CHUNK = 1000
 """Rows of a `Dataset` that are read at a time."""
 Part = dict[str, Any]
-"""Description of a part as JSON: `digest`, and `name`, `file`, `source`, `arguments`, those `given` by a partial, and
-`reads` of code, or `rows` and `columns` of data."""
+"""Description of a part as JSON: `digest`, and `name`, `file`, `source`, `arguments`, those `given` by a partial,
+`reads` and `decorators` of code, or `rows` and `columns` of data."""
 
 
 def describe(value: Any) -> Part:
     """The description of a function, class, callable object, `partial`, dataclass, name, `Dataset` or list of rows.
 
     The digest of code is of its source, its `arguments` (of a partial; the fields of an object; a function's defaults
-    and variables of enclosing functions) and what it `reads` by name of the user's own: functions, classes, constants.
-    Equal parts have equal digests in every process. What the code itself changes, such as a list that it appends to, is
-    its state and no argument.
+    and variables of enclosing functions), what it `reads` by name of the user's own (functions, classes, constants),
+    and its `decorators`. Equal parts have equal digests in every process and folder. What the code itself changes, such
+    as a list that it appends to, is its state and no argument.
     """
     return {"name": value, "digest": _sha(value)} if isinstance(value, str) else _Describer().part(value)
 
@@ -110,7 +112,8 @@ class _Describer:
         if isinstance(value, MethodType):
             value, arguments = value.__func__, {"self": value.__self__} | arguments
         code = code_of(value)
-        own = (_variables(code) if code is value else _fields(value)) | arguments
+        self.met[id(code)] = code
+        own = (_fields(value) if code is type(value) else _variables(code)) | arguments
         part: Part = {"name": getattr(code, "__qualname__", repr(code)).replace("<locals>.", "")}
         if is_users(code) and (file := _file(code)) is not None:
             part["file"] = file
@@ -124,7 +127,11 @@ class _Describer:
             exact = [exact, *map(_bytecode, _codes(code))]
         if arguments:
             part["given"] = list(arguments)
-        digest = _sha([exact, *(part.get(key) for key in ("name", "arguments", "reads"))])
+        if decorators := [self.plain(wrapper) for wrapper in _wrappers(code if code is type(value) else value)]:
+            part["decorators"] = decorators
+        digest = _sha(
+            [exact, *(_unplaced(part.get(key)) for key in ("name", "arguments", "reads")), *map(_unplaced, decorators)]
+        )
         return part | {"digest": digest} | ({} if source is None else {"source": source})
 
     def plain(self, value: Any) -> Any:
@@ -150,8 +157,33 @@ class _Describer:
 
 
 def code_of(value: Any) -> Any:
-    """The function or class of a value: itself, or its type."""
+    """The function or class of a value: itself, below its decorators, or its type."""
+    if isinstance(value, DECORATED):
+        return inspect.unwrap(value)
     return value if inspect.isroutine(value) or isinstance(value, type | ModuleType) else type(value)
+
+
+def _functions(code: type) -> Iterator[Any]:
+    """The functions of a class's own methods and properties, and its other attributes."""
+    for member in vars(code).values():
+        yield getattr(member, "__func__", getattr(member, "fget", member))
+
+
+def _wrappers(value: Any) -> Iterator[FunctionType]:
+    """The functions that decorators have put around a function, or a class's methods (`functools.wraps`), as they are.
+
+    Each is a copy without the name, signature and source of what it wraps.
+    """
+    if isinstance(value, type):
+        for function in _functions(value) if is_users(value) else ():
+            yield from _wrappers(function) if isinstance(function, DECORATED) else ()
+    while isinstance(value, DECORATED) and hasattr(value, "__wrapped__"):
+        if isinstance(value, FunctionType):
+            code = value.__code__
+            bare = FunctionType(code, value.__globals__, code.co_name, value.__defaults__, value.__closure__)
+            bare.__kwdefaults__, bare.__qualname__ = value.__kwdefaults__, code.co_qualname
+            yield bare
+        value = value.__wrapped__
 
 
 def is_users(value: Any) -> bool:
@@ -172,6 +204,13 @@ def _short(value: Any) -> str:
     """An argument in a few characters."""
     text = str(value["name"]) if isinstance(value, dict) and "name" in value else value
     return cut(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), 30)
+
+
+def _unplaced(tree: Any) -> Any:
+    """A description without the places of files, which a run may be moved to and from."""
+    if isinstance(tree, dict):
+        return {key: _unplaced(x) for key, x in tree.items() if key != "file" or "digest" not in tree}
+    return [_unplaced(x) for x in tree] if isinstance(tree, list) else tree
 
 
 def _sha(value: Any) -> str:
@@ -215,10 +254,9 @@ def _codes(code: Any) -> Iterator[CodeType]:
         for constant in code.co_consts:
             yield from _codes(constant)
     elif isinstance(code, FunctionType):
-        yield from _codes(inspect.unwrap(code).__code__)
+        yield from _codes(code.__code__)
     elif isinstance(code, type):
-        for member in vars(code).values():
-            function = getattr(member, "__func__", getattr(member, "fget", member))
+        for function in map(code_of, _functions(code)):
             yield from _codes(function) if isinstance(function, FunctionType) else ()
 
 
@@ -235,10 +273,10 @@ def _reads(code: Any) -> Iterator[tuple[str, Any]]:
         if is_users(base):
             yield base.__qualname__, base
     module = vars(sys.modules.get(code.__module__, math))
-    space = module if isinstance(code, type) else getattr(inspect.unwrap(code), "__globals__", module)
+    space = module if isinstance(code, type) else getattr(code, "__globals__", module)
     for name in sorted({name for inner in _codes(code) for name in inner.co_names} & space.keys()):
         value = space[name]
-        if value is not code and (is_users(value) or not (callable(value) or isinstance(value, ModuleType))):
+        if code_of(value) is not code and (is_users(value) or not (callable(value) or isinstance(value, ModuleType))):
             yield name, value
 
 

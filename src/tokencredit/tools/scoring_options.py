@@ -44,8 +44,8 @@ class SamplingOptions(Named):
     """Longest completion, in tokens; null for the run's, or of a model by itself 128, at most half of its context."""
     min_new_tokens: int | None = setting(None, at_least=0)
     """Shortest completion, in tokens, before it may end; null for the run's, or 0."""
-    temperature: float | None = setting(None, above=0)
-    """Sampling temperature; null for the run's, or 1."""
+    temperature: float | None = setting(None, at_least=0)
+    """Sampling temperature; 0 for the most likely tokens, null for the run's, or 1."""
     top_k: int | None = setting(None, at_least=1)
     """Top-k sampling; null for the run's, or none."""
     top_p: float | None = setting(None, above=0, at_most=1)
@@ -77,6 +77,8 @@ class SamplingOptions(Named):
     def sampling(self, own: Sampling) -> Sampling:
         """Sampling settings: a run's own with those that are given."""
         given = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        if given.get("temperature") == 0:
+            given |= {"temperature": own.temperature, "top_k": 1}
         longest = given.get("max_new_tokens", own.max_new_tokens)
         if given.get("min_new_tokens", 0) > longest:
             raise ConfigError(f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {longest}")
