@@ -155,9 +155,10 @@ def steps(
 
 def _steps(trainer: Trainer, resume: bool, reserve: int, weights: int, first: Iterable[None], by_hand: bool) -> Steps:
     record = trainer.record
+    record.by_hand = by_hand
     # The folder, and with `resume` the newest checkpoint. Rules that have stopped the run before stop it again.
     number, stopped_by = _begin(trainer, resume, reserve, weights)
-    signal = None
+    signal, waiting = None, False
     try:
         with record.screen, record.signals as signals:
             # Work before the first iteration: the critic's pretraining.
@@ -166,11 +167,16 @@ def _steps(trainer: Trainer, resume: bool, reserve: int, weights: int, first: It
                     stopped_by = _stopped_by(signal)
                     break
             while stopped_by is None and number < record.args.iterations:
-                with signals.released() if by_hand else nullcontext():
-                    stopped_by = yield number
+                waiting = True
+                try:
+                    with signals.released() if by_hand else nullcontext():
+                        stopped_by = yield number
+                except KeyboardInterrupt:
+                    stopped_by, signal = INTERRUPT, "SIGINT"
+                waiting = False
                 if stopped_by:
                     if number:
-                        record.checkpoint(number, *trainer.state())
+                        record.checkpoint(number, *(trainer.rewind() or trainer.state()))
                     break
                 # One iteration, and its lines in metrics.jsonl and samples.jsonl.
                 number += 1
@@ -188,7 +194,7 @@ def _steps(trainer: Trainer, resume: bool, reserve: int, weights: int, first: It
     except (Exception, SystemExit) as error:  # user code, libraries and bugs may raise anything
         if connection_lost(error):  # nothing can be saved without the others
             raise
-        stopped = _failed(trainer, number, error)
+        stopped = _failed(trainer, number, error, waiting)
         if isinstance(error, RunStopped | OSError | ConfigError | SystemExit) or out_of_memory(error):
             raise stopped from error
         error.add_note(str(stopped))
@@ -338,20 +344,21 @@ def _say_significant(record: RunRecord, metrics: Mapping[str, float]) -> None:
         record.screen.say(significant(shown, error, len(record.history)))
 
 
-def _failed(trainer: Trainer, number: int, error: BaseException) -> RunStopped:
-    """Save what a failed run has learned; returns the error that ends it."""
-    record, place = trainer.record, f"iteration {number}" if number else "the critic's pretraining"
+def _failed(trainer: Trainer, number: int, error: BaseException, waiting: bool) -> RunStopped:
+    """Save what a failed run has learned; returns the error that ends it, which was the caller's if `waiting`."""
+    record, place = trainer.record, f"in iteration {number}" if number else "in the critic's pretraining"
+    place = f"before iteration {number + 1}" if waiting else place
     # A run whose folder was moved or removed makes no new one.
     if not record.folder.path.is_dir():
         return RunStopped(
-            f"stopped in {place}: the run's folder {str(record.folder.path)!r} is gone, so nothing more is written; "
+            f"stopped {place}: the run's folder {str(record.folder.path)!r} is gone, so nothing more is written; "
             "if it was moved, resume the run under its new path"
         )
     record.failed = True
-    lines = [f"stopped in {place}: {_reason(error)}"]
+    lines = [f"stopped {place}: {_reason(error)}"]
     # Checkpoints are written by all processes. If only this one failed, the others do not come.
-    if record.processes.meet(f"stopped in {place}"):
-        lines += _save_partial(trainer, number, error)
+    if record.processes.meet(f"stopped {place}"):
+        lines += _save_partial(trainer, number, error, waiting)
         record.processes.wait()  # a process that ends with an error makes the launcher end the one that saves
     else:
         lines.append("other processes did not stop with this one, so nothing more is saved")
@@ -363,12 +370,13 @@ def _failed(trainer: Trainer, number: int, error: BaseException) -> RunStopped:
     return kind("; ".join([*lines, record.how_to_resume(mended)]))
 
 
-def _save_partial(trainer: Trainer, number: int, error: BaseException) -> Iterator[str]:
+def _save_partial(trainer: Trainer, number: int, error: BaseException, waiting: bool) -> Iterator[str]:
     """Save a checkpoint and the policy; yields a line for each that cannot be saved."""
     record = trainer.record
     try:
-        if begun := trainer.rewind():
-            record.checkpoint(number - 1, *begun)
+        begun = trainer.rewind()
+        if begun or (waiting and number):
+            record.checkpoint(number - (not waiting), *(begun or trainer.state()))
         elif len(record.history) < number:
             # An iteration that failed after its update ends here, without what it would have measured next.
             learned = trainer.learned()

@@ -82,6 +82,7 @@ class RunRecord:
         self.early = [NO_CURVES] * self.trackers.missing  # events before that
         self.signals = Signals()
         self.failed = False  # once true, nothing but resuming is suggested
+        self.by_hand = False
 
     def begin(self, config: Any, reserve: int, weights: int) -> None:
         """Create the folder, check its disk space, and write the whole configuration.
@@ -259,7 +260,8 @@ class RunRecord:
     def how_to_resume(self, mended: Sequence[str] = ()) -> str:
         """How to resume this run: as `resuming.how_to_resume`, or how to continue one that is complete."""
         path, done = self.folder.path, max(resuming.saved(self.folder.path), default=0)
-        return self._complete(done) or resuming.how_to_resume(path, self.run_kind, self.config, mended)
+        by_hand, config = self.by_hand, self.config
+        return self._complete(done) or resuming.how_to_resume(path, self.run_kind, config, mended, by_hand=by_hand)
 
     def _complete(self, done: int) -> str:
         """The setting to raise after `done` iterations if they are all, else an empty text."""

@@ -226,7 +226,9 @@ def refuse_other_parts(run: Path, parts: Mapping[str, Part]) -> None:
         raise ConfigError(f"{key} is {here}; the run had {then}: give the same, or restore its file")
 
 
-def how_to_resume(run: Path, run_kind: RunKind, config: Mapping[str, Any], mended: Sequence[str] = ()) -> str:
+def how_to_resume(
+    run: Path, run_kind: RunKind, config: Mapping[str, Any], mended: Sequence[str] = (), *, by_hand: bool
+) -> str:
     """How to resume a run: the command, or for one from Python the call, with a caution if there is no checkpoint.
 
     `mended` are the parts of the user, by argument or key, that have to change first.
@@ -236,8 +238,7 @@ def how_to_resume(run: Path, run_kind: RunKind, config: Mapping[str, Any], mende
     caution = "" if saved(run) else "no checkpoint is saved yet, so resuming begins anew; "
     caution += "mend it, then " if mended else ""
     parts = json.dumps(list(mended))
-    if config["python"]:
-        by_hand = config["python"].get("reward_funcs") == [] and "environment_factory" not in config["python"]
+    if config["python"] or by_hand:
         in_trl = f'(TRL\'s settings={{"run.allow_changed": {parts}}})'
         changed = f" and args.run.allow_changed = {parts} {in_trl}" if mended else ""
         return (

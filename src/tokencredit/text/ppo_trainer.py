@@ -166,8 +166,6 @@ class PPOTrainer(LoopByHand):
         """Metrics of value pretraining; empty if there is none, None before it."""
         self.reported: set[str] = set()
         """What was reported once: metrics of problems with episodes, the end of prefixes, what calls handed over."""
-        self.before: State | None = None
-        """Resumable state other than weights when the iteration began; None once it changes weights."""
         self.updated: dict[str, float] | None = None
         """Metrics of the iteration's update; None until it is complete."""
 
@@ -233,7 +231,7 @@ class PPOTrainer(LoopByHand):
     def iteration(self, number: int) -> Iteration:
         """Collect completions, assign credit, update; returns the iteration's metrics and samples."""
         # Kept until weights change: an iteration that fails before can be done again, here or in a resumed run.
-        self.before = self._loop_state()
+        self.before = (self.handed and self.before) or self._loop_state()
         with self.stages("iteration") as results:
             metrics: dict[str, float] = {"iteration": number} | self.learner.set_rates(number)
             metrics |= self.pretrained or {} if number == 1 else {}

@@ -7,7 +7,7 @@ import torch
 from helpers.configs import text_config
 from helpers.files import read_events, read_jsonl, read_metrics
 from helpers.runs import assert_same
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import EvalConfig, RunConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
@@ -17,6 +17,15 @@ PROMPTS = ["This movie was", "The actors", "Honestly"]
 
 def short(completions, **columns):
     return [-len(text) / 100 for text in completions]
+
+
+FAILURES = []
+
+
+def flaky(completions, **columns):
+    if FAILURES and FAILURES.pop():
+        raise RuntimeError("the service is down")
+    return short(completions)
 
 
 def by_hand(folder, iterations=2, **groups):
@@ -87,6 +96,36 @@ def test_an_error_in_the_loop_saves_what_was_learned(tmp_path):
         loop()
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["iterations"] == 1
     assert (tmp_path / "run" / "policy").is_dir()
+
+
+@pytest.mark.parametrize("error", [ValueError("the judge is down"), KeyboardInterrupt()])
+def test_an_error_between_two_iterations_is_resumed_with_the_same_batch(whole, error, tmp_path):
+    def loop():
+        with by_hand(tmp_path / "run") as trainer:
+            learn(trainer)
+            trainer.sample(PROMPTS[:2])
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        loop()
+    assert ["stopped before iteration 2" in note for note in getattr(caught.value, "__notes__", [])] in ([], [True])
+    trainer = by_hand(tmp_path / "run")
+    assert trainer.begin(resume_from_checkpoint=True) == 1
+    learn(trainer, PROMPTS[:2])
+    assert_same(whole[0], tmp_path / "run")
+
+
+def test_a_reward_that_fails_in_learn_is_resumed_with_the_same_prompts(tmp_path):
+    PPOTrainer(reward_funcs=flaky, args=text_config(tmp_path / "train", 2)).train()
+    trainer = PPOTrainer(reward_funcs=flaky, args=text_config(tmp_path / "hand", 2))
+    trainer.learn(trainer.sample())
+    FAILURES.extend([True] * 3)  # it is tried three times
+    with pytest.raises(RunStopped, match=r"call trainer\.begin\(resume_from_checkpoint=True\)"):
+        trainer.learn(trainer.sample())
+    trainer = PPOTrainer(reward_funcs=flaky, args=text_config(tmp_path / "hand", 2))
+    trainer.begin(resume_from_checkpoint=True)
+    trainer.learn(trainer.sample())
+    assert_same(tmp_path / "train", tmp_path / "hand")
 
 
 def test_completions_of_elsewhere_are_those_of_the_policy(tmp_path):

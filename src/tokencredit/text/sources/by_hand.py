@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.learn import rng
-from tokencredit.runs.loop import Steps, Trainer, steps
+from tokencredit.runs.loop import State, Steps, Trainer, steps
 from tokencredit.runs.summary import Summary
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
@@ -87,9 +87,16 @@ class LoopByHand(Trainer):
     last: Batch | None = None
     """The batch that was learned from last, with its credit."""
     remaining: Steps | None = None
+    before: State | None = None
+    """Resumable state other than weights when the iteration began, by hand its first `sample`; None once it changes
+    weights."""
 
     def start(self, resume: bool) -> dict[str, Any]:
         """Arguments of `runs.loop.steps`."""
+        raise NotImplementedError
+
+    def _loop_state(self) -> State:
+        """Resumable state other than the learner's."""
         raise NotImplementedError
 
     @property
@@ -136,6 +143,7 @@ class LoopByHand(Trainer):
                 raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be {limits}")
             settings = replace(settings, max_new_tokens=max_new_tokens)
         with self._running():
+            self.before = self.before or self._loop_state()
             if prompts is None:
                 rows, uniforms = self.stream.next_batch()
             else:
