@@ -299,7 +299,10 @@ def of_integers(rewards):
 @pytest.mark.parametrize(
     ("estimator", "message"),
     [
-        (failing, r"failing .*raised KeyError: 'x' at .*test_own_estimators.py:\d+"),
+        (
+            failing,
+            r"failing .*raised KeyError: 'x' at .*test_own_estimators.py:\d+; .*mend it, .*\[\"advantage.estimator\"\]",
+        ),
         (short, r"short returned torch.float32 \[8, \d+\] and torch.float32 .*; it must return advantages"),
         (
             partial(of_numpy, scale_of_lam=2.0),

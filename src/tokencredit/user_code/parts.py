@@ -66,13 +66,14 @@ def loaded_parts(config: PPOConfig | ControlConfig) -> dict[str, Any]:
 def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     """The function, with copies of its tensors, whose exceptions end the run with a line that names it, file and line.
 
-    Copies, since a function that works in place would change what the run learns from and writes down.
+    `what` begins with the key of the part that has to be mended then. Copies, since a function that works in place
+    would change what the run learns from and writes down.
     """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
-        with user_code(what):
+        with user_code(what, what.partition(" ")[0]):
             return function(*args, **kwargs)
 
     return call

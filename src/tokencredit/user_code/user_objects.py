@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import importlib
 import inspect
+import re
 import shutil
 import sys
 import tempfile
@@ -115,15 +116,20 @@ def check_kwargs(
 
 
 @contextmanager
-def user_code(what: str) -> Iterator[None]:
-    """A context for code of a user's, whose exceptions end the run with a line that names it, with file and line."""
+def user_code(what: str, key: str = "") -> Iterator[None]:
+    """A context for code of a user's, whose exceptions end the run with a line that names it, with file and line.
+
+    `key` is that of the part of a run that it is.
+    """
     try:
         with restored():
             yield
     except (Exception, SystemExit) as error:
         if isinstance(error, RunStopped | ConfigError) or connection_lost(error) or out_of_memory(error):
             raise
-        raise RunStopped(f"{what} {described(error)}") from error
+        stopped = RunStopped(f"{what} {described(error)}")
+        stopped.parts = re.escape(key)
+        raise stopped from error
 
 
 def described(error: BaseException) -> str:

@@ -453,6 +453,8 @@ def with_settings(found, **settings):
         ({"reward[0].name": "a"}, {"reward[0].name": "b"}, None),
         ({"reward[0].timeout": "1"}, {"reward[0].timeout": "2"}, None),
         ({"rewarded": "1"}, {"rewarded": "2"}, None),
+        ({"env.factory": "a", "env.kwargs.size": "3"}, {"env.factory": "b"}, "env.factory, env.kwargs.size"),
+        ({"env.max_turns": "1"}, {"env.max_turns": "2"}, None),
         (
             {f"reward[{i}].weight": "1" for i in range(4)} | {"reward[0].function": "a"},
             {"reward[0].function": "b"},

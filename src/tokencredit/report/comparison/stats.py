@@ -37,8 +37,8 @@ SEED = "seed"
 """The key in which repetitions differ, beside those of files."""
 NUMBERS = ("run.iterations", "run.shard")
 """Settings of `run` that change numbers."""
-REWARD = r"(python\.reward_funcs|reward)(\[|$)"
-"""Beginning of the keys of rewards."""
+REWARD = r"(python\.(reward_funcs|environment_factory)|reward|env\.(factory|kwargs))(\[|\.|$)"
+"""Beginning of the keys of rewards, and of environments, which have rewards of their own."""
 SAME_SCORE = ("name", "retries", "timeout", "batch_size", "dtype")
 """Settings of a reward term that leave its score the same."""
 LABEL = 60

@@ -142,6 +142,7 @@ class EnvironmentFailed(RunStopped):
     """An environment could not be created or reset, so that an episode has no prompt; or every episode failed."""
 
     stopped_by = "an environment that failed"
+    parts = r"env\.factory|environment_factory.*"
 
 
 class Instance:
