@@ -208,6 +208,8 @@ class PPOTrainer(LoopByHand):
 
         `settings` are its size, by default those of `args.audit` with all states; `estimator` is compared as well.
         """
+        if self.handed_scores is not None:
+            raise ConfigError(f"no audit: it needs a reward: {NO_REWARD}")
         as_trained(self)
         audit = self.auditor.beside(estimator).write(self.record, settings)
         write_final_report(self.record)

@@ -73,6 +73,9 @@ def audit_completions(
     """
     from tokencredit.text.ppo_trainer import PPOTrainer
 
+    of_environment = config.env.factory or "environment_factory" in config.python
+    if config.python.get("reward_funcs") == [] and not of_environment:
+        raise ConfigError(f"{str(run)!r} cannot be audited: its scores came from calls of learn(batch, scores)")
     if arguments := [name for name in config.python if name not in ("callbacks", "eval_dataset", *given)]:
         flags = [OPTIONS.get(name, "") for name in arguments]
         named = " ".join(f"{flag} FILE.py:NAME" for flag in flags)

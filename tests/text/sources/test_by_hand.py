@@ -7,6 +7,7 @@ import torch
 from helpers.configs import text_config
 from helpers.files import read_events, read_jsonl, read_metrics
 from helpers.runs import assert_same
+from tokencredit.cli import main
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.training import EvalConfig, RunConfig
@@ -58,7 +59,7 @@ def test_a_loop_by_hand_over_the_runs_prompts_and_reward_is_train(tmp_path):
     assert_same(tmp_path / "train", tmp_path / "hand")
 
 
-def test_a_loop_leaves_the_files_of_a_run_and_batches_may_differ_in_size(whole):
+def test_a_loop_leaves_the_files_of_a_run_and_batches_may_differ_in_size(whole, capsys):
     folder, trainer, metrics = whole
     assert [row["iteration"] for row in read_metrics(folder)] == [1, 2]
     assert [row["tokens"] for row in metrics] == [row["tokens"] for row in read_metrics(folder)]
@@ -71,6 +72,8 @@ def test_a_loop_leaves_the_files_of_a_run_and_batches_may_differ_in_size(whole):
     assert "prompts come from calls in Python, not from the configuration" in read_events(folder)
     with pytest.raises(ConfigError, match="has ended, after 2 of 2 iterations"):
         trainer.sample(PROMPTS)
+    assert main(["audit", str(folder)]) == 2
+    assert "cannot be audited: its scores came from calls of learn(batch, scores)" in capsys.readouterr().err
 
 
 def test_a_loop_that_was_closed_is_resumed_where_it_was(whole, tmp_path):
@@ -169,6 +172,7 @@ MISTAKES = {
     "2 tokens and 1 logprobs": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5, 6]], [[-1.0]]),
     "has begun already": lambda trainer, batch: trainer.begin(),
     "train.. needs a reward": lambda trainer, batch: trainer.train(),
+    "no audit: it needs a reward": lambda trainer, batch: trainer.audit(),
 }
 
 
