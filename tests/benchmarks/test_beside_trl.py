@@ -92,6 +92,6 @@ def test_a_run_keeps_the_metrics_of_its_iterations(method, monkeypatch):
         "final": 2,
     }
     assert figures["kl"][0] == pytest.approx(0, abs=1e-6)
-    assert figures["kl"][1] > 0
+    assert abs(figures["kl"][1]) > 1e-5, "an estimate by samples, which may be below 0"
     assert 0 < figures["clock"][0] <= figures["clock"][1]
     assert 0 < figures["final"]["reward"] < 1

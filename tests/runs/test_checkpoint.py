@@ -18,7 +18,7 @@ from tokencredit.runs.checkpoint import (
     size_of,
     write_checkpoint,
 )
-from tokencredit.runs.tensor_files import read_tensors
+from tokencredit.runs.tensor_files import DamagedTensors, read_tensors
 
 SHARED = {
     "weights": {"lm.a": torch.arange(12.0).view(4, 3), "lm.b": torch.ones(2, dtype=torch.bfloat16)},
@@ -151,14 +151,14 @@ def test_parts_are_put_together_by_their_offsets(tmp_path):
 )
 def test_parts_that_do_not_fit_together_are_refused(wrong, tmp_path):
     parts(tmp_path, *wrong)
-    with pytest.raises(DamagedCheckpoint):
+    with pytest.raises(DamagedTensors):
         read_tensors(tmp_path, {"x": (5, 3)}, {}, Processes())
 
 
 def test_headers_without_a_tensor_or_with_nonsense_are_refused(tmp_path):
     for info in ("{}", "[]", "nonsense", '{"x": 3}'):
         save_file({"x": ROWS}, tmp_path / "0.safetensors", metadata={"DCP_SHARDING_INFO": info})
-        with pytest.raises(DamagedCheckpoint):
+        with pytest.raises(DamagedTensors):
             read_tensors(tmp_path, {"x": (5, 3)}, {}, Processes())
 
 

@@ -78,7 +78,7 @@ def test_other_folders_are_refused(text, message, tmp_path):
         (["x", "--prompts.column", "a"], "prompts has neither text nor dataset; give --prompts.text or"),
         (["x", *REWARD, "--prompts.txt", "a"], "unknown key prompts.txt; did you mean prompts.text?"),
         (["x", "--reward", "{function: length}"], "reward is {'function': 'length'}; it must be a list of"),
-        (["x", "--temperature", "0"], "temperature is 0.0; it must be above 0"),
+        (["x", "--temperature", "-1"], "temperature is -1.0; it must be at least 0"),
         (["x", "--samples", "many"], "samples is 'many'; it must be a whole number"),
         (["x", "--stop", "['']"], "stop has an empty text, which would end every completion; leave it out"),
         (

@@ -133,7 +133,7 @@ def test_the_command_shows_base_policy_and_others(run, capsys, monkeypatch):
         (["x", "--message", " "], "--message is empty; give a text, or leave it out to read standard input"),
         (["builtin:reviews", "--base"], "--base needs a run; 'builtin:reviews' is a model"),
         (["builtin:reviews", "--beside", "."], "'.' is neither a run's folder nor a model's"),
-        (["builtin:reviews", "--temperature", "0"], "temperature is 0.0; it must be above 0"),
+        (["builtin:reviews", "--temperature", "-1"], "temperature is -1.0; it must be at least 0"),
         (["builtin:reviews", "--messag", "x"], "unknown option --messag; did you mean --message?"),
     ],
 )

@@ -25,13 +25,17 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.environment import versions
 from tokencredit.runs.folder import flush, safetensors_errors
 from tokencredit.runs.jsonl import read_object
-from tokencredit.runs.tensor_files import DamagedCheckpoint, Shape, read_tensors, write_tensors
+from tokencredit.runs.tensor_files import DamagedTensors, Shape, read_tensors, write_tensors
 
 FORMAT = 3
 """Version of the folder layout and of the trainers' state."""
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors"
 IN_TENSORS, AS_ARRAY, SHAPE = "$tensor", "$array", "shape"
 """Keys of references to a tensor, and to one to be read as a NumPy array, and of its shape."""
+
+
+class DamagedCheckpoint(ValueError):
+    """An unusable checkpoint; the message names the file and the problem."""
 
 
 def write_checkpoint(folder: Path, shared: Mapping[str, Any], own: Mapping[str, Any], processes: Processes) -> None:
@@ -91,7 +95,7 @@ def read_checkpoint(folder: Path, processes: Processes, sharded: Mapping[str, Te
         DamagedCheckpoint: a file is missing, has changed, or has another format.
     """
     with processes.agreed(DamagedCheckpoint):
-        manifest = read_json(folder / MANIFEST)
+        manifest = _read_json(folder / MANIFEST)
         if manifest.get("format") != FORMAT:
             raise DamagedCheckpoint(f"{MANIFEST} is of format {manifest.get('format')!r}, not {FORMAT}")
         files, count = _checked_manifest(folder, manifest)
@@ -100,12 +104,15 @@ def read_checkpoint(folder: Path, processes: Processes, sharded: Mapping[str, Te
             if _fingerprint(folder / name) != files[name]:
                 raise DamagedCheckpoint(f"{name} has changed since it was written")
     with processes.agreed(DamagedCheckpoint):
-        tree = read_json(folder / STATE)
+        tree = _read_json(folder / STATE)
         shapes: dict[str, Shape] = {}
         _references(tree, shapes)
         own = _read_own(folder, processes.rank % count, files)
         others = None if count == processes.count else [_read_own(folder, rank, files) for rank in range(count)]
-    tensors = read_tensors(folder / TENSORS, shapes, sharded or {}, processes)
+    try:
+        tensors = read_tensors(folder / TENSORS, shapes, sharded or {}, processes)
+    except DamagedTensors as error:
+        raise DamagedCheckpoint(f"{TENSORS}: {error}") from error
     written_with = manifest.get("versions")
     state: dict[str, Any] = _with_tensors(tree, tensors)
     return state | {
@@ -152,8 +159,13 @@ def _read_own(folder: Path, rank: int, files: Mapping[str, Any]) -> dict[str, An
         tensors = load_file(file) if file.name in files else {}
     except (SafetensorError, ValueError) as error:
         raise DamagedCheckpoint(f"{file.name}: {error}") from error
-    own: dict[str, Any] = _with_tensors(read_json(file.with_suffix(".json")), tensors)
+    own: dict[str, Any] = _with_tensors(_read_json(file.with_suffix(".json")), tensors)
     return own
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    """The tree of a checkpoint without its tensors, unverified; raises `DamagedCheckpoint` if it is no JSON object."""
+    return _read_json(folder / STATE)
 
 
 def _fingerprint(file: Path) -> dict[str, Any]:
@@ -214,8 +226,7 @@ def _write_json(file: Path, tree: Any) -> None:
     flush(file)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object of a file of a checkpoint, unverified; raises `DamagedCheckpoint` if it is no JSON object."""
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         return read_object(file.name, file.read_bytes())
     except (OSError, ConfigError) as error:

@@ -14,10 +14,9 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
 from tokencredit.provenance.environment import versions
 from tokencredit.provenance.parts import Part, label
-from tokencredit.runs.checkpoint import STATE, read_checkpoint, read_json
+from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
 from tokencredit.runs.folder import read_parts, size
 from tokencredit.runs.folder import saved as saved
-from tokencredit.runs.tensor_files import DamagedCheckpoint
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, unused
 from tokencredit.settings.reader import read_yaml
@@ -115,7 +114,7 @@ def started_from(run: Path) -> dict[str, Any] | None:
     """The `origin` of a language-model run, from its newest readable checkpoint; None without one."""
     for number in reversed(saved(run)):
         try:
-            state: Any = read_json(place(run, number) / STATE)
+            state: Any = read_values(place(run, number))
             origin: dict[str, Any] = state["trainer"]["origin"]
             if {"model", "tokenizer"} <= set(origin):
                 return origin

@@ -25,8 +25,8 @@ whole file in memory, twice, before it writes it."""
 Shape = tuple[int, ...]
 
 
-class DamagedCheckpoint(ValueError):
-    """An unusable checkpoint; the message names the file or tensor, and the problem."""
+class DamagedTensors(ValueError):
+    """Files that do not hold the tensors; the message names the tensor or the problem."""
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], processes: Processes) -> None:
@@ -70,7 +70,7 @@ def read_tensors(
     `sharded` are sharded tensors, by a part between slashes of the names that are read like them. All others are whole.
 
     Raises:
-        DamagedCheckpoint: a tensor, or part of it, is missing, or its parts do not fit together.
+        DamagedTensors: a tensor, or part of it, is missing, or its parts do not fit together.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -80,14 +80,14 @@ def read_tensors(
         return {}
     reader = HuggingFaceStorageReader(str(folder))
     try:
-        with processes.agreed(DamagedCheckpoint), _refused():
+        with processes.agreed(DamagedTensors), _refused():
             stored = reader.read_metadata().state_dict_metadata
             dtypes = {name: _checked(name, shape, stored) for name, shape in shapes.items()}
             tensors = {name: _empty(name, shapes[name], dtype, sharded) for name, dtype in dtypes.items()}
         with _quiet():
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=processes.count == 1)
     except CheckpointException as error:
-        raise DamagedCheckpoint(str(_first_failure(error.failures)[1])) from error
+        raise DamagedTensors(str(_first_failure(error.failures)[1])) from error
     return tensors
 
 
@@ -102,18 +102,16 @@ def _first_failure(failures: Mapping[int, tuple[BaseException, Any]]) -> tuple[i
 def _checked(name: str, shape: Shape, stored: Mapping[str, Any]) -> torch.dtype:
     """The dtype of a stored tensor, after a check that its parts fill this shape, each row once."""
     if name not in stored:
-        raise DamagedCheckpoint(f"the tensor {name!r} is missing")
+        raise DamagedTensors(f"the tensor {name!r} is missing")
     parts = sorted((tuple(part.offsets), tuple(part.sizes)) for part in stored[name].chunks)
     row = 0
     for offsets, sizes in parts:
         # Parts are of whole rows, since modules are sharded along their first axis.
         if offsets != (row, *[0] * (len(shape) - 1))[: len(shape)] or sizes[1:] != shape[1:]:
-            raise DamagedCheckpoint(
-                f"the tensor {name!r} has a part that overlaps others, leaves a gap or does not fit"
-            )
+            raise DamagedTensors(f"the tensor {name!r} has a part that overlaps others, leaves a gap or does not fit")
         row += sizes[0] if sizes else 1
     if row != (shape[0] if shape else 1):
-        raise DamagedCheckpoint(f"the tensor {name!r} has {row} rows, not {shape[0] if shape else 1}")
+        raise DamagedTensors(f"the tensor {name!r} has {row} rows, not {shape[0] if shape else 1}")
     dtype: torch.dtype = stored[name].properties.dtype
     return dtype
 
@@ -128,12 +126,12 @@ def _empty(name: str, shape: Shape, dtype: torch.dtype, sharded: Mapping[str, Te
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """A context in which any error is raised as `DamagedCheckpoint`, since a foreign header may hold anything."""
+    """A context in which any error is raised as `DamagedTensors`, since a foreign header may hold anything."""
     try:
         yield
     except Exception as error:
         raise (
-            error if isinstance(error, DamagedCheckpoint) else DamagedCheckpoint(f"{type(error).__name__}: {error}")
+            error if isinstance(error, DamagedTensors) else DamagedTensors(f"{type(error).__name__}: {error}")
         ) from error
 
 

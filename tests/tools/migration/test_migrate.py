@@ -212,7 +212,7 @@ def test_a_value_model_of_another_tokenizer_is_no_critic(tmp_path, capsys):
         ({"id2label": {"0": "LABEL_0"}}, "", ("reward_model", None), None),
         (None, ", num_labels=2", ("classifier", "LABEL_1"), "the last of LABEL_0, LABEL_1 is written"),
         (None, ", num_labels=1", ("reward_model", None), None),
-        (None, "", ("reward_model", None), "no folder here: if --check finds any, set classifier and label"),
+        (None, "", ("reward_model", None), "no folder here: if --check finds any, name a classifier and label"),
     ],
 )
 def test_a_reward_model_with_labels_is_a_classifier(config, labels, term, said, tmp_path, capsys):
