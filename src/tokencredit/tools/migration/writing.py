@@ -192,9 +192,7 @@ def _choose_labels(made: Migrated, count: Any) -> None:
             continue
         listed = ", ".join(labels := _labels_of(name) or [f"LABEL_{i}" for i in range(known)])
         if not labels:
-            made.notes.append(
-                f"labels of {name}, no folder here: if --check finds any, name a classifier and its label"
-            )
+            made.notes.append(f"labels of {name}, no folder here: if --check finds any, name a classifier and label")
         elif len(labels) > 1:
             options = {key: value for key, value in term.items() if key not in ("classifier", "reward_model")}
             made.settings["reward"][number] = {"classifier": name, "label": labels[-1]} | options
