@@ -356,7 +356,12 @@ def tables(found: Studies) -> dict[str, str]:
         "lambdas": table(
             {name: runs for name, runs in course_of.items() if "audits" in runs["1"] and was_audited(runs)}, lambdas
         ),
-        "kl": table(sentiment, rewards, base="base", pairs=there(sentiment, [(name, "base") for name in price])),
+        "kl": table(
+            sentiment,
+            rewards,
+            base="base",
+            pairs=[*((name, "base") for name in price), ("kl_ent", "kl-1.0"), ("kl-0.5-entropy-0.02", "kl-0.5")],
+        ),
         "reward": table(learning, rewards, base="base", pairs=[("gentle", "base")]),
         "language": table(learning, language, base="base", pairs=[("gentle", "base"), ("temperature-2", "base")]),
         "critic": table(heads, critic, pairs=[("orthogonal-head", "base"), ("keep-mean", "base")]),
