@@ -64,6 +64,22 @@ def test_rungs_have_verdicts_as_far_as_they_were_run():
     assert table.splitlines()[-1].startswith("| dis less single | | +0.1 [")
 
 
+def test_variants_in_other_worlds_stand_beside_those_of_their_studies():
+    def runs(height):
+        return {str(seed): {"distinct_2": [height + seed / 100] * 12} for seed in range(3)}
+
+    own = {"hacking": {"kl-0.05": runs(0.6), "no-kl": runs(0.2), "kl-0.2": runs(0.1)}}
+    trec = {"limit": {"best": 1.0}, "hacking: kl-0.05": runs(0.3), "hacking: no-kl": runs(0.5)}
+    places = claims.recipes_by_world(own | {"recipes": {"trec": trec}})
+    assert claims.recipes_by_world(own) == {}
+    assert places["built-in reviews"] == {"hacking: kl-0.05": runs(0.6), "hacking: no-kl": runs(0.2)}
+    line = claims.claims_by_place(places, claims.RECIPE_CLAIMS).splitlines()[2]
+    assert [cell.split(":")[0].strip() for cell in line.split("|")[2:4]] == [
+        "**holds here**",
+        "**does not hold here**",
+    ]
+
+
 def test_the_reward_at_a_kl_is_that_of_the_first_three_iterations_there():
     run = {"reward": [0.1, 0.2, 0.3, 0.4, 0.5], "kl": [0.0, 0.5, 1.0, 1.5, 2.0]}
     assert measures.at_kl(run, "1") == pytest.approx(0.3)

@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -101,17 +102,24 @@ def test_an_error_in_the_loop_saves_what_was_learned(tmp_path):
     assert (tmp_path / "run" / "policy").is_dir()
 
 
-@pytest.mark.parametrize("error", [ValueError("the judge is down"), KeyboardInterrupt()])
-def test_an_error_between_two_iterations_is_resumed_with_the_same_batch(whole, error, tmp_path):
+@pytest.mark.parametrize("interactive", [False, True])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_between_two_iterations_is_resumed_with_the_same_batch(
+    whole, error, interactive, tmp_path, monkeypatch
+):
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+
     def loop():
         with by_hand(tmp_path / "run") as trainer:
             learn(trainer)
             trainer.sample(PROMPTS[:2])
             raise error
 
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(error) as caught:
         loop()
-    assert ["stopped before iteration 2" in note for note in getattr(caught.value, "__notes__", [])] in ([], [True])
+    notes = getattr(caught.value, "__notes__", [])
+    assert ["stopped before iteration 2" in note for note in notes] == [True] * (error is ValueError)
     trainer = by_hand(tmp_path / "run")
     assert trainer.begin(resume_from_checkpoint=True) == 1
     learn(trainer, PROMPTS[:2])

@@ -6,7 +6,7 @@ import atexit
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
@@ -239,8 +239,9 @@ class LoopByHand(Trainer):
         if error is None:
             self.close()
         elif self.remaining is not None and not self.ended:
-            with self._own_rng():
-                self.remaining.throw(error)  # saves what was learned, and raises as `train` would
+            # Saves what was learned, and raises as `train` would; after Ctrl-C in a notebook it returns the summary.
+            with self._own_rng(), suppress(StopIteration):
+                self.remaining.throw(error)
 
     def drawing(self) -> dict[str, Any]:
         """Arguments of `Pipeline.drawn`."""
