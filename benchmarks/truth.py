@@ -306,17 +306,18 @@ def line(variant: str, seed: int, figures: dict[str, Any]) -> str:
     """Format a run on one line.
 
     Correlation of shown with true advantages and explained variance at each audit, and reward less the price of KL
-    after 15 and 60 iterations.
+    after 15 and 60 iterations, of a run that measured a KL.
     """
     cells = []
     for number, audit in figures["audits"].items():
         shown, critic = audit["correlations"][audit["shown"]], audit["critic"]
         explained = "" if critic is None else f"/{critic['explained_variance'] or float('nan'):.2f}"
         cells.append(f"{number}: {shown if shown is not None else float('nan'):.2f}{explained}")
-    kl = sum(figures["kl"][-5:]) / 5
-    after = [n for n in (15, 60) if n <= len(figures["reward"])]
-    ends = "/".join(f"{mean(figures['reward'], n) - 0.05 * mean(figures['kl'], n):.3f}" for n in after)
-    return f"{variant} {seed}  {'  '.join(cells)}  objective {ends}  KL {kl:.2f}  {figures['clock'][-1]:.0f} s"
+    if "kl" in figures:
+        after = [n for n in (15, 60) if n <= len(figures["reward"])]
+        ends = "/".join(f"{mean(figures['reward'], n) - 0.05 * mean(figures['kl'], n):.3f}" for n in after)
+        cells.append(f"objective {ends}  KL {sum(figures['kl'][-5:]) / 5:.2f}")
+    return "  ".join([f"{variant} {seed}", *cells, f"{figures['clock'][-1]:.0f} s"])
 
 
 def mean(values: list[float], at: int) -> float:

@@ -59,3 +59,9 @@ def test_settings_with_a_colon_are_audited():
 def test_a_reward_without_a_counterpart_is_refused():
     with pytest.raises(SystemExit, match="no counterpart"):
         truth.in_world(truth.settings_of("claims: positive")["reward"], {"classifier": "questions", "label": "NUM"})
+
+
+def test_a_run_that_measured_no_kl_has_a_line_without_one():
+    figures = {"audits": {}, "reward": [0.5] * 20, "clock": [9.6]}
+    assert truth.line("hacking: no-kl", 1, figures) == "hacking: no-kl 1  10 s"
+    assert truth.line("default", 1, figures | {"kl": [2.0] * 20}).endswith("objective 0.400  KL 2.00  10 s")
