@@ -19,7 +19,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import KLConfig
 from tokencredit.text.audit.limit import obstacle, prompt_numbers
 from tokencredit.text.ppo_trainer import PPOTrainer
-from tokencredit.tools.limit_run import limit, limit_of_settings
+from tokencredit.tools.limit_run import limit, limit_of_settings, reached
 
 COEF = 0.02
 
@@ -71,6 +71,7 @@ def test_a_resumed_run_keeps_the_limit_until_its_price_changes(run, tmp_path):
     summary = PPOTrainer(args=dearer, reward_funcs=vowels).train(resume_from_checkpoint=True)
     assert "attainable" not in read_metrics(folder)[3]
     assert (summary["attainable_last"], summary.attained) == (None, None)
+    assert reached(folder) == pytest.approx(read_metrics(folder)[3]["objective"]), "at the price that holds now"
     assert "reached" not in [fact.label for fact in story(read_run(folder))]
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 
-TIMES = ("seconds", "tokens_per_second", "steps_per_second")
+TIMES = ("seconds", "pretrain/seconds", "tokens_per_second", "steps_per_second")
 
 
 def read_jsonl(file):

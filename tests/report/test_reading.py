@@ -8,7 +8,10 @@ import pytest
 from helpers.episodes import grid
 from tokencredit.errors import ConfigError
 from tokencredit.report.audit_view import trust
+from tokencredit.report.comparison.compare import compare
+from tokencredit.report.page import render
 from tokencredit.report.reading import ITERATIONS, read_completions, read_run, with_audit
+from tokencredit.report.story import outcome
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.summary import WINDOW
 
@@ -326,10 +329,42 @@ def test_every_kept_completion_is_in_the_tables(copy):
         run.frame("tokens")
 
 
+def test_iterations_that_kept_all_completions_and_a_few_are_in_the_tables(copy):
+    run = read_run(copy)
+    RunFolder(str(copy)).write_completions(2, [sample for sample in run.samples if sample["iteration"] == 2] * 2)
+    kept = [sample["iteration"] for sample in run.samples]
+    assert run.frame("samples").iteration.tolist() == sorted(kept + [2] * kept.count(2))
+
+
+def test_a_run_whose_new_reward_has_no_iteration_has_no_score_yet(copy):
+    rows = len(read_run(copy).metrics)
+    with (copy / "events.jsonl").open("a") as events:
+        line = {
+            "time": "2026-01-01T00:00:00",
+            "after_iteration": rows,
+            "event": "changed",
+            "changed": "reward[0].label",
+        }
+        events.write(json.dumps(line) + "\n")
+    run = read_run(copy)
+    assert run.scored == run.findings() == []
+    assert outcome(run) == ("reward", "none yet", f"what is scored changed after iteration {rows}")
+    assert "none yet" in render(run)
+    with pytest.raises(ConfigError, match="has no finished iteration since what is scored changed"):
+        compare([copy])
+
+
+def test_a_runs_seconds_are_those_of_its_summary(copy):
+    run = read_run(copy)
+    assert run.seconds == run.summary["seconds"] > sum(row["seconds"] for row in run.metrics)
+    (copy / "summary.json").unlink()
+    assert read_run(copy).seconds == sum(row["seconds"] for row in run.metrics)
+
+
 def test_episodes_in_parquet_files_are_read_back(copy):
     episodes = [grid(), grid() | {"after": "an unpaired surrogate \ud800"}]
     RunFolder(str(copy)).write_completions(1, episodes)
-    found = read_completions(copy)
+    found = [record for record in read_completions(copy) if record["iteration"] == 1]
     assert found == [{name: x for name, x in sample.items() if name != "terms"} for sample in episodes[:1]] + [
         found[0] | {"after": "an unpaired surrogate ?"}
     ]

@@ -1,6 +1,7 @@
 """A run's record without a trainer: what stands in its folder, and from where it goes on."""
 
 import json
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,10 +16,12 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.runs.checkpoint import FORMAT
 from tokencredit.runs.recorder import BAD_STEPS_KEPT, RunRecord
+from tokencredit.settings.data import EnvironmentConfig, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import KLConfig, OptimConfig, RunConfig
+from tokencredit.settings.training import EvalConfig, KLConfig, OptimConfig, RunConfig
 
 pytestmark = pytest.mark.slow
 
@@ -236,6 +239,48 @@ def test_what_decides_the_state_cannot_change(changed, key, tmp_path):
     args, _ = begun(tmp_path / "run")
     with pytest.raises(ConfigError, match=rf"^{key} is .*, but this run was begun with .*; it cannot change any more"):
         resumed(replace(args, **changed))
+
+
+def test_entries_of_a_dict_that_come_or_go_are_changes(tmp_path):
+    for number, (before, now) in enumerate([({}, {"size": 5}), ({"size": 5}, {})]):
+        args, _ = begun(tmp_path / str(number), env=EnvironmentConfig(factory="builtin:grid", kwargs=before))
+        other = replace(args, env=replace(args.env, kwargs=now))
+        with pytest.raises(ConfigError, match=r"^env\.kwargs\.size is .*; it cannot change any more"):
+            resumed(other)
+        prompts = PromptsConfig(chat_template_kwargs={"enable_thinking": False})
+        assert resumed(replace(args, prompts=prompts))[2] == {"prompts.chat_template_kwargs.enable_thinking"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "kept"),
+    [
+        ({"optim": OptimConfig(lr=0.5)}, True),
+        ({"eval": EvalConfig(samples=8)}, True),
+        ({"score": ScoreConfig(clip=1.0)}, True),
+        ({"eval": EvalConfig(temperature=0.0)}, False),
+        ({"eval": EvalConfig(text="Another prompt")}, False),
+        ({"rollout": RolloutConfig(top_k=5)}, False),
+        ({"prompts": PromptsConfig(text="Another prompt")}, False),
+    ],
+)
+def test_the_best_evaluation_is_of_what_is_evaluated_now(changed, kept, tmp_path):
+    args, made = begun(tmp_path / "run")
+    made.iteration({"iteration": 3, "reward": 1.0, "eval/reward": 0.9}, [])
+    made.checkpoint(3, {"weights": torch.tensor([3.0])}, {"own": 3})
+    again = record(replace(args, **changed))
+    again.resume(replace(args, **changed), 0, lambda *_: ())
+    assert again.best == (0.9 if kept else -math.inf)
+
+
+def test_the_samples_before_are_of_the_reward_that_samples_after_have(tmp_path):
+    args, _ = begun(tmp_path / "run", iterations=3)
+    args = replace(args, reward=[replace(args.reward[0], label="POSITIVE")])
+    again = record(args)
+    again.resume(args, 0, lambda *_: ())
+    assert again.samples == []
+    iterate(again, [4])
+    assert {sample["iteration"] for sample in again.samples} == {4}
+    assert again.end("a test", lambda folder, summary: None)["since"] == 3
 
 
 def test_a_choice_stands_beside_the_setting_and_is_no_change_of_it(tmp_path):

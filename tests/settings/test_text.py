@@ -9,6 +9,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.control import AgentCriticConfig
 from tokencredit.settings.data import (
     ClassifierTerm,
+    EnvironmentConfig,
     FunctionTerm,
     PromptsConfig,
     RewardModelTerm,
@@ -158,6 +159,11 @@ def test_what_cannot_work_is_refused_by_key(wrong, message):
             "stop": StopConfig(kl=8.0),
         },
         {"rollout": RolloutConfig(stop_at_eos=False, stop=["."]), "ppo": UpdateConfig(mask_truncated=True)},
+        {
+            "env": EnvironmentConfig(factory="builtin:grid"),  # whose `done` ends an episode
+            "rollout": RolloutConfig(stop_at_eos=False),
+            "ppo": UpdateConfig(mask_truncated=True),
+        },
         {
             "rollout": RolloutConfig(per_prompt=4),
             "critic": CriticConfig(kind="none"),

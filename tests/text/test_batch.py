@@ -2,7 +2,8 @@ from types import SimpleNamespace
 
 import torch
 
-from tokencredit.text.batch import distinct_over_processes, text_hashes, token_pairs
+from tokencredit.distributed.processes import Processes
+from tokencredit.text.batch import distinct_over_processes, text_hashes, text_metrics, token_pairs
 
 
 def test_pairs_by_hand():
@@ -16,6 +17,12 @@ def test_pairs_by_hand():
 def test_a_single_token_has_no_pair():
     count, distinct, in_rows = token_pairs(torch.tensor([[7]]), torch.tensor([[True]]))
     assert (count, len(distinct), in_rows) == (0, 0, 0)
+
+
+def test_texts_without_a_pair_repeat_none():
+    rollout = SimpleNamespace(response_ids=torch.tensor([[7]]), mask=torch.tensor([[True]]))
+    batch = SimpleNamespace(rollout=rollout, prompts=SimpleNamespace(texts=["a"]), completions=["b"])
+    assert text_metrics(batch, Processes()) == {"distinct": 1, "distinct_2": 0, "repetition": 0}
 
 
 def test_texts_of_two_processes_are_counted_once():

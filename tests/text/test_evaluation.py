@@ -17,7 +17,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.run_kind import read_config, read_source
+from tokencredit.settings.run_kind import ModelSource, read_config, read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import EvalConfig, OptimConfig, UpdateConfig
 from tokencredit.text.evaluation import evaluate, evaluate_source
@@ -25,6 +25,7 @@ from tokencredit.text.models.run_models import load_run_models
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.tools.load_run import load
+from tokencredit.tools.scoring_options import EvaluateOptions
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +54,13 @@ def test_evaluation_after_a_run_equals_the_runs_own(run):
     metrics = evaluate_source(read_source(str(folder)))
     # Not bit for bit: how a matrix product rounds depends on where in memory its operands lie.
     assert metrics == pytest.approx({k: v for k, v in own.items() if k.startswith("eval/")}, rel=1e-5)
+
+
+def test_a_temperature_undoes_greedy_evaluations_of_the_run():
+    source = ModelSource("runs/first", PPOConfig(eval=EvalConfig(temperature=0.0)), scored=True)
+    assert EvaluateOptions().configure(source).rollout.top_k == 1
+    warm = EvaluateOptions(temperature=0.7).configure(source)
+    assert (warm.rollout.temperature, warm.rollout.top_k) == (0.7, None)
 
 
 def test_the_kl_of_the_base_model_to_itself_is_0(run):

@@ -63,6 +63,7 @@ MEANINGS = {
     "advantage_std": "Standard deviation of the advantages before whitening: how much tokens differ.",
     "pretrain/batches": "Batches that the critic was trained on before the first iteration.",
     "pretrain/explained_variance": "Explained variance of the critic after its pretraining.",
+    "pretrain/seconds": "Time of the critic's pretraining.",
     "pretrain/tokens": "Tokens sampled for the critic's pretraining.",
     "audit/correlation": "Correlation of the shown advantages with the true ones, and its 95 % interval.",
     "audit/trust": "Share of the shown advantages' variance that is real.",

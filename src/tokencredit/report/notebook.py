@@ -117,7 +117,7 @@ class NotebookRun(Run):
             diagnosis=True,
             findings=findings[:FINDINGS],
             more=len(findings[FINDINGS:]),
-            no_finding=no_finding(self.config, len(self.metrics)),
+            no_finding=no_finding(self.config, len(self.scored)),
             trust=audit_view.trust(self) if self.samples or self.audit else None,
             page=str(page) if page.is_file() else "",
         )

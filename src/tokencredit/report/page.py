@@ -80,7 +80,7 @@ def render(run: Run) -> str:
         story=story(run),
         findings=findings,
         next_step=next_step(run, findings),
-        no_finding=no_finding(run.config, len(run.metrics)),
+        no_finding=no_finding(run.config, len(run.scored)),
         trust=audit_view.trust(run),
         faded=audit_view.faded(run),
         fade=fade(run, samples),
@@ -93,6 +93,7 @@ def render(run: Run) -> str:
         data={
             "headline": main,
             "changes": marks(run),
+            "since": run.since,
             "curves": [{"title": title, "charts": found} for title, found in drawn.items() if found],
             "credit": samples,
             "opened": opened(samples, truths, known=known),

@@ -44,7 +44,7 @@ from tokencredit.runs.jsonl import (
     require,
     scored_anew,
 )
-from tokencredit.runs.summary import WINDOW
+from tokencredit.runs.summary import WINDOW, finite
 from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import run_config_file
 
@@ -145,12 +145,18 @@ class Run:
 
     @property
     def scored(self) -> list[dict[str, Any]]:
-        """The rows of metrics since that change, at least the last one."""
-        return self.metrics[self.since :] or self.metrics[-1:]
+        """The rows of metrics since that change; empty if its first iteration is not finished."""
+        return self.metrics[self.since :]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the run took, by its summary; without one, those of pretraining and iterations so far."""
+        so_far = (row.get(name) for row in self.metrics for name in ("pretrain/seconds", "seconds"))
+        return float(self.summary.get("seconds", sum(finite(so_far))))
 
     def findings(self) -> list[Finding]:
         """The diagnosis of the run since that change."""
-        return diagnose(self.metrics[self.since :], self.config, ended=bool(self.summary), samples=self.samples)
+        return diagnose(self.scored, self.config, ended=bool(self.summary), samples=self.samples)
 
     def frame(self, table: Literal["metrics", "samples", "tokens", "audit"] = "metrics") -> Any:
         """A table as a `pandas.DataFrame`, with the names of metrics.jsonl and samples.jsonl as columns.
@@ -199,7 +205,7 @@ def read_run(path: str | Path, *, samples: bool = True) -> Run:
         raise NoIteration(f"{str(path)!r} has no finished iteration yet")
     summary = path / "summary.json"
     outcome = read_object(summary, summary.read_text(encoding="utf-8", errors="replace")) if summary.is_file() else {}
-    require(summary, outcome, {"stopped_by?": TEXT})
+    require(summary, outcome, {"stopped_by?": TEXT, "seconds?": NUMBER})
     kept = read_samples(path / "samples.jsonl", chosen([row["iteration"] for row in metrics])) if samples else []
     audit = read_audit(path / AUDIT)
     if audit is not None:
@@ -219,13 +225,15 @@ def read_completions(run: Path) -> list[dict[str, Any]]:
         ConfigError: a file is invalid; the message names it.
     """
     files = sorted((run / COMPLETIONS).glob("*.parquet"))
+    in_files = {int(file.stem) for file in files if file.stem.isdigit()}
+    # A resumed run may have kept all completions of some iterations, and a few of others.
+    records = [x for x in read_samples(run / "samples.jsonl", range(2**53)) if x["iteration"] not in in_files]
     if not files:
-        return read_samples(run / "samples.jsonl", range(2**53))
+        return records
     with importing("reading completions kept as Parquet", "PyArrow", "tokencredit[datasets]"):
         import pyarrow
         from pyarrow import parquet
 
-    records = []
     for file in files:
         try:
             rows = parquet.read_table(file).to_pylist()
@@ -234,7 +242,7 @@ def read_completions(run: Path) -> list[dict[str, Any]]:
         for number, row in enumerate(rows):
             records.append(without_nulls(row))
             check_sample(f"{file}, row {number}", records[-1])
-    return records
+    return sorted(records, key=lambda record: record["iteration"])
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def story(run: Run) -> list[Fact]:
         facts.append(Fact("reached", figure, f"of {rest}"))
     if run_kind not in OFFLINE:
         facts.append(Fact("true credit", *trust_fact(run)))
-    count, time = in_iterations(len(metrics)), duration(sum(row.get("seconds") or 0.0 for row in metrics))
+    count, time = in_iterations(len(metrics)), duration(run.seconds)
     facts.append(Fact("time", time, count))
     stopped = run.summary.get("stopped_by")
     if stopped is None:
@@ -89,6 +89,8 @@ def story(run: Run) -> list[Fact]:
 def outcome(run: Run) -> Fact:
     """The headline metric at the start and the end, its rise, and a shaped reward before it was shaped."""
     scored, run_kind = run.scored, run_kind_of(run.config)
+    if not scored:
+        return Fact(run_kind.headline, "none yet", f"what is scored changed after iteration {run.since}")
     name, _ = headline(scored, run_kind)
     change, before = (" → ".join(map(two_digits, ends(scored, x))) for x in (name, run_kind.headline))
     notes = [rise_in_words(scored, run_kind, run.config, two_digits), averaged(len(run.metrics), run.since)]
@@ -121,7 +123,7 @@ def environment_of(run: Run) -> str:
 def terms(run: Run) -> list[str]:
     """Names of the reward terms, or of their models and functions; a classifier's with its label."""
     if run.episodic or "reward_funcs" in run.python:  # the configuration may lack some
-        names = dict.fromkeys(name for row in run.metrics for name in row)
+        names = dict.fromkeys(name for row in run.scored for name in row)
         return [name.removeprefix("reward/") for name in names if name.startswith("reward/")]
     kinds = ("name", "function", "classifier", "reward_model")
     listed = run.setting("reward") or []

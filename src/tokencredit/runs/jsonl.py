@@ -29,10 +29,15 @@ ENDINGS = {
 }
 """Endings of an episode, in words."""
 EVENTS = "events.jsonl"
-SCORED = ("reward", "prompts", "train_dataset", "tools", "env.factory", "environment_factory")
+REWARDED = ("reward", "prompts", "train_dataset", "tools", "env.factory", "environment_factory")
+SCORED = (*REWARDED, "score.")
 """Beginnings of settings and arguments without which scores cannot be compared."""
-PRICED = (*SCORED, "score.", "rollout.", "kl.")
+PRICED = (*SCORED, "rollout.", "kl.")
 """The same for the attainable: a change of one of these moves it."""
+SAMPLING = ("max_new_tokens", "min_new_tokens", "temperature", "top_", "min_p", "stop")
+EVALUATED = (*REWARDED, "eval_dataset", *(f"eval.{x}" for x in ("text", "dataset", "split", "best_of", *SAMPLING)))
+EVALUATED += tuple(f"rollout.{x}" for x in SAMPLING)
+"""The same for evaluations."""
 PROBLEMS = {
     "malformed": "a tool call could not be parsed",
     "failed": "a call failed",

@@ -28,7 +28,7 @@ from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
 from tokencredit.runs.folder import CHOICES, JOB, PARTS, SHOWN, RunFolder, apply_choices, beside, read_parts, replacing
-from tokencredit.runs.jsonl import EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
+from tokencredit.runs.jsonl import EVALUATED, EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
 from tokencredit.runs.summary import WINDOW, History, Summary, in_iterations, summarise
 from tokencredit.runs.trackers import NO_CURVES, Trackers
 from tokencredit.runs.transcript import of_iteration
@@ -175,12 +175,13 @@ class RunRecord:
         self.history, self.best, self.best_iteration = History(), -math.inf, 0
         changes = [*read_changes(self.folder.path / EVENTS), *((done, key) for key in changed)]
         self.history.since, self.history.priced = scored_anew(changes), scored_anew(changes, PRICED)
+        self.history.evaluated = scored_anew(changes, EVALUATED)
         for row in read_metrics(self.folder.path / "metrics.jsonl"):
             self.history.append(row)
-            if len(self.history) > self.history.since:
+            if len(self.history) > self.history.evaluated:
                 self._judge(row)
-        last = len(self.history)
-        kept = {1, *range(last - WINDOW + 1, last + 1)}
+        first, last = self.history.since + 1, len(self.history)
+        kept = {first, *range(max(first, last - WINDOW + 1), last + 1)}
         self.samples = [*read_samples(self.folder.path / "samples.jsonl", kept)]
         self.warned = {finding.name for finding in self._diagnose(ended=False)}
 

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read
 from tokencredit.runs.folder import read_parts, size
 from tokencredit.runs.folder import saved as saved
 from tokencredit.settings.data import TEXTS
-from tokencredit.settings.fields import flat, unused
+from tokencredit.settings.fields import flat, settings_of, unused
 from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import RunKind, run_kind_of
 
@@ -126,16 +126,19 @@ def started_from(run: Path) -> dict[str, Any] | None:
 def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ from a run's config.yaml: before and now, by key.
 
-    Not counted: the run's folder, and settings without an effect now. Entries of a list may be added or removed.
+    Not counted: the run's folder, and settings without an effect now. Entries of lists and dicts may come or go.
     """
+    kind: Any = run_kind_of(config).config
     before, now = flat(read_yaml(file)), flat(config)
-    parts = (key for key in now if key.startswith("python"))  # compared by `changed_parts`
-    ignored = {"run.dir", "run.allow_changed", *parts, *unused(run_kind_of(config).config, now)}
+    parts = (key for key in before | now if key.startswith("python"))  # compared by `changed_parts`
+    ignored = {"run.dir", "run.allow_changed", *parts, *unused(kind, now)}
     for settings in (before, now):  # null equals its default
         if settings.get("prompts.text", 0) is None:
             settings["prompts.text"] = TEXTS
-    # A key of one side alone is an entry of a list, or was left out of a file written by hand.
-    both = {key: (before.get(key), now.get(key)) for key in now | before if key in before.keys() & now or "[" in key}
+    # A key of one side alone is an entry of a list or a dict, or was left out of a file written by hand.
+    dicts = tuple(f"{key}." for key, x in settings_of(kind).items() if get_origin(x.hint) is dict)
+    counted = before.keys() & now | {key for key in before | now if "[" in key or key.startswith(dicts)}
+    both = {key: (before.get(key), now.get(key)) for key in now | before if key in counted}
     return {key: values for key, values in both.items() if values[0] != values[1] and key not in ignored}
 
 

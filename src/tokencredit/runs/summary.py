@@ -39,6 +39,8 @@ class History(list[Row]):
     """Rows before the last change of what is scored."""
     priced = 0
     """Rows before the last change of what the attainable depends on."""
+    evaluated = 0
+    """Rows before the last change of what evaluations measure."""
 
     def append(self, row: Mapping[str, float | None]) -> None:
         """Add a row."""
@@ -216,6 +218,7 @@ class Summary(Mapping[str, Any]):
             "seconds": self.seconds,
             f"{self.run_kind.unit}_per_second": self.per_second,
             "stopped_by": self.stopped_by,
+            **({"since": self.since} if self.since else {}),
             **({"environment": self.environment} if self.environment else {}),
         }
 
@@ -230,7 +233,7 @@ def summarise(
         folder=folder,
         first=first,
         last=last,
-        kl_last=final_mean(history, "kl"),
+        kl_last=final_mean(comparable, "kl"),
         iterations=len(history),
         seconds=seconds,
         per_second=sum((*history.values(run_kind.unit), *history.values(PRETRAINING))) / seconds,

@@ -192,7 +192,8 @@ class ScoreConfig(Group):
     """Normalization of scores: none, or by the mean (`shift_mean`) and standard deviation of this batch (batch) or of
     all scores so far (running)."""
     shift_mean: bool = setting(True, needs="normalize: not none")
-    """Subtract the mean when normalizing, so that about half of the scores become negative; false only divides."""
+    """Subtract the mean when normalizing, so that about half of the scores become negative. false keeps it: running
+    divides the scores, batch their distances from the mean."""
     clip: float | None = setting(None, above=0)
     """Clip range of scores, after `normalize`: [-clip, clip]; null for no clipping."""
     missing_eos_penalty: float = setting(0.0, at_least=0)
@@ -234,8 +235,9 @@ class EnvironmentConfig(Group):
         if self.kwargs and self.factory is None:
             refuse(self, "kwargs", "they are arguments of env.factory; give it, or leave them out", "env.")
 
-    def with_limits_of(self, run: EnvironmentConfig) -> EnvironmentConfig:
-        """This environment with the limits of a run in place of those that are defaults."""
+    def within(self, run: EnvironmentConfig) -> EnvironmentConfig:
+        """This environment, or without one the run's, with the run's limits in place of those that are defaults."""
         default = EnvironmentConfig()
-        limits = {name: x for name, x in vars(run).items() if name not in ("factory", "kwargs")}
+        own = ("factory", "kwargs") if self.factory is not None else ()
+        limits = {name: x for name, x in vars(run).items() if name not in own}
         return replace(self, **{name: x for name, x in limits.items() if getattr(self, name) == getattr(default, name)})

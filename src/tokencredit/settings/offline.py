@@ -43,6 +43,10 @@ class RowsSettings(Group):
         """Settings with which prompts are read as in `tokencredit train`."""
         return PromptsConfig(column=self.column, template=self.template, shuffle=False)
 
+    def held_out_of(self, rows: int) -> int:
+        """The number of held-out rows of so many; at least one of any share."""
+        return max(round(self.held_out * rows), 1) if self.held_out else 0
+
 
 @dataclass
 class LengthSettings(RowsSettings):

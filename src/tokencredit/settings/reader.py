@@ -192,9 +192,9 @@ def grouped(kind: Any, settings: Iterable[tuple[Any, Any]], prefix: str = "") ->
         if is_dataclass(hints.get(name)) and (dot or isinstance(value, Mapping)):
             groups.setdefault(name, []).extend([(rest, value)] if dot else value.items())
             made.setdefault(name, None)
-        elif key in made or rest in made.get(name, ()):
+        elif key in made or (isinstance(made.get(name), Mapping) and rest in made[name]):
             raise ConfigError(f"{prefix}{key} is given twice")
-        elif dot and get_origin(hints.get(name)) is dict:
+        elif dot and get_origin(hints.get(name)) is dict and isinstance(made.get(name, {}), Mapping):
             made[name] = {**made.get(name, {}), rest: value}
         else:
             made[key] = value

@@ -176,7 +176,7 @@ class PPOConfig(Configuration):
                 refuse(self, f"advantage.bootstrap score.{key}", reason)
         if not self.ppo.mask_truncated:
             return
-        if not (self.rollout.stop_at_eos or self.rollout.stop):
+        if not (self.rollout.stop_at_eos or self.rollout.stop or self.several_turns()):
             reason = "without rollout.stop every completion is truncated, and nothing would be left in the loss"
             refuse(self, "ppo.mask_truncated rollout.stop_at_eos", reason)
         if self.advantage.bootstrap:

@@ -76,8 +76,9 @@ class Batch:
     """Unweighted values of each term; None where it does not apply."""
     of_texts: bool = True
     """True if some term gave one number for a whole completion."""
-    filtered: bool = False
-    """True if filters such as top_p truncated the sampling distribution."""
+    drawn_elsewhere: bool = False
+    """True if the draws are of another distribution than the policy's: filters such as top_p truncated it, or they were
+    adopted with log-probs of their own."""
     prefixes: Tensor | None = None
     """Score of the text before each token; None without such scores."""
     ended: Ended | None = None
@@ -141,8 +142,8 @@ class Batch:
     def kl(self) -> tuple[str, Tensor] | None:
         """Metric name and KL to the reference model at each token, in nats; None without a reference model.
 
-        The exact KL if known, otherwise log π/π_ref of the sampled token, whose mean estimates the KL. With filters
-        such as top_p, and for tokens of earlier updates, it is a biased estimate and called `log_ratio`.
+        The exact KL if known, otherwise log π/π_ref of the sampled token, whose mean estimates the KL. For draws of
+        another distribution, and for tokens of earlier updates, it is a biased estimate and called `log_ratio`.
         """
         reference = self.reference
         # Whole distributions were compared where the reference's states are kept.
@@ -151,7 +152,7 @@ class Batch:
         if reference.logprobs is None:
             return None
         log_ratio = k1(self.rollout.logprobs, reference.logprobs, self.rollout.mask)
-        return "log_ratio" if self.filtered or self.rollout.age is not None else "kl", log_ratio
+        return "log_ratio" if self.drawn_elsewhere or self.rollout.age is not None else "kl", log_ratio
 
     def metrics(self, processes: Processes, shaped: Tensor | None = None) -> dict[str, float]:
         """The batch's metrics, over the completions of all processes; `shaped` is `Credit.shaped` of it."""
@@ -275,7 +276,7 @@ def text_metrics(batch: Batch, processes: Processes) -> dict[str, float]:
     return {
         "distinct": distinct_over_processes(hashes, processes) / rows,
         "distinct_2": distinct_over_processes(pairs, processes) / max(all_pairs, 1),
-        "repetition": 1 - distinct_in_all_rows / max(all_pairs, 1),
+        "repetition": (all_pairs - distinct_in_all_rows) / max(all_pairs, 1),
     }
 
 

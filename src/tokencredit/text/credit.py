@@ -170,12 +170,13 @@ class Credit:
         return rollout.mask & ~(rollout.truncated.unsqueeze(1) & self.args.ppo.mask_truncated)
 
     def _weights(self, rollout: Rollout) -> Tensor | None:
-        """Importance weights of the tokens; None without a correction, or if they change with the proximal policy."""
-        args = self.args.off_policy
-        if args.correct == "none" or args.proximal == "interpolated":
+        """Importance weights of the tokens; None without a correction, or if they change with the proximal policy.
+
+        Adopted completions without log-probs have none: they count as drawn from the policy.
+        """
+        args, behavior = self.args.off_policy, rollout.behavior_logprobs
+        if args.correct == "none" or args.proximal == "interpolated" or behavior is None:
             return None
-        behavior = rollout.behavior_logprobs
-        assert behavior is not None, "`PPOConfig` refuses such runs"
         bounds = dict(zip(("low", "high"), args.bounds, strict=True))
         return correction(rollout.logprobs, behavior, rollout.mask, level=args.level, outside=args.correct, **bounds)
 

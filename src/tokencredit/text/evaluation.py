@@ -143,6 +143,7 @@ def describe(source: ModelSource, which: str, reference: ModelSource | None, pro
         "seed": config.seed,
         "prompts": asdict(prompts),
         "reward": [asdict(term) for term in config.reward],
+        **({"env": asdict(config.env), "tools": config.tools} if config.several_turns() else {}),
     }
 
 

@@ -245,7 +245,7 @@ class Pipeline:
             dense=scores.dense,
             terms=scores.terms,
             of_texts=scores.of_texts,
-            filtered=bool(settings.filters()),
+            drawn_elsewhere=batch.drawn_elsewhere or bool(settings.filters()),
             stopped=rollout.stopped(self.tokenizer, settings.stop) if settings.stop and episodes is None else None,
         )
 

@@ -47,8 +47,10 @@ from tokencredit.text.turns.environments import COLUMN, Environments, load_envir
 from tokencredit.text.turns.play import EpisodePlayer, Framings
 from tokencredit.user_code.parts import read_by_parts
 
-OWN_COLUMNS = ("prompts", "completions", "prompt_ids", "completion_ids", "ref_logprobs")
+OWN_COLUMNS = ("prompts", "completions", "prompt_ids", "completion_ids", "completion_mask", "ref_logprobs")
 """Arguments of reward functions that a run gives itself."""
+TURN_COLUMNS = ("environments", "turn_rewards")
+"""Those that it gives with several turns."""
 
 
 def with_reward(args: PPOConfig, reward_funcs: Any) -> tuple[PPOConfig, Any]:
@@ -214,8 +216,7 @@ def check_terms(terms: list[Term], models: Models, prompts: Prompts | Tasks, hel
     """Raise `ConfigError` if a reward function needs an argument that no completion of these prompts has."""
     own = [name for name in OWN_COLUMNS if name != "ref_logprobs" or models.reference is not None]
     for rows, source in ((prompts, calls.TRAINING), (held_out, "eval.dataset (eval_dataset in Python)")):
-        turns = ["completion_mask", "environments", "turn_rewards"] * isinstance(rows, Tasks)
-        calls.check_columns(terms, [*own, *turns, *rows.other_columns], source)
+        calls.check_columns(terms, [*own, *TURN_COLUMNS * isinstance(rows, Tasks), *rows.other_columns], source)
 
 
 def default_prompts(args: PPOConfig, rows: Prompts | Tasks) -> bool:
@@ -225,7 +226,8 @@ def default_prompts(args: PPOConfig, rows: Prompts | Tasks) -> bool:
 
 def remarks(args: PPOConfig, rows: Prompts | Tasks, *, sharded: bool, by_hand: bool = False) -> Iterator[str]:
     """Lines for the user on settings and columns that do something other than their names suggest."""
-    for name in [name for name in rows.other_columns if name in OWN_COLUMNS]:
+    own = OWN_COLUMNS + TURN_COLUMNS * isinstance(rows, Tasks)
+    for name in [name for name in rows.other_columns if name in own]:
         yield f"the column {name!r} of {rows.name} does not reach rewards, which get the run's own {name}; rename it"
     plain = isinstance(rows, Prompts) and not rows.conversational and bool(rows.tokenizer.chat_template)
     plain = plain and not (by_hand and default_prompts(args, rows))
@@ -315,7 +317,9 @@ def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: 
     folder, audit = run / record.run_kind.saved, run / AUDIT
     adapter = folder / ADAPTER_CONFIG
     base = read_object(adapter, adapter.read_bytes())["base_model_name_or_path"] if adapter.is_file() else ""
-    evaluations = [row for row in record.history if math.isfinite(row.get("eval/reward") or math.nan)]
+    evaluations = [
+        row for row in record.history[record.history.evaluated :] if math.isfinite(row.get("eval/reward") or math.nan)
+    ]
     last = evaluations[-1] if evaluations else {}
     card = model_card(
         args,

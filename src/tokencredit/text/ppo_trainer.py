@@ -293,6 +293,9 @@ class PPOTrainer(LoopByHand):
             metrics = results["metrics"] = self.learner.update(experience, on_step=on_step, each=each)
             if kl is not None:  # the coefficient of the next iteration follows the KL of this one's samples
                 self.credit.kl.update(kl, self.rows)
+            elif self.args.kl.target is not None or self.args.stop.kl is not None:
+                without = "kl.target and stop.kl pass over batches that the current policy did not draw"
+                self._report_once("kl", f"{without}: their KL is not known")
             self.updated = dict(metrics)  # whatever fails from here on, the iteration counts
         self.pipeline.weights_changed(self.record.event)
         self.source.weights_changed()
@@ -355,8 +358,9 @@ class PPOTrainer(LoopByHand):
         """Restore `state`, with the second part as `process`, if of this model; `changed` are keys of settings."""
         check_origin(state["origin"], self.origin, self.args.model.name)
         self.learner.load(state)
-        of_rewards = dict.fromkeys(("baseline", "prefixes", "lam_choice"), ("reward", "score."))
-        for part, groups in {"kl": ("kl.",), "scores": ("reward",), **of_rewards}.items():
+        rewards = ("reward", "env.factory", "environment_factory", "tools")
+        of_rewards = dict.fromkeys(("baseline", "prefixes", "lam_choice"), (*rewards, "score."))
+        for part, groups in {"kl": ("kl.",), "scores": rewards, **of_rewards}.items():
             if any(key.startswith(groups) for key in changed):  # it begins anew
                 del state["credit"][part]
         self._restore(state | {"random": state["process"]["random"]})

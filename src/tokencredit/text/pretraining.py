@@ -69,12 +69,14 @@ class Pretraining:
         last = explained[1:][-PATIENCE:] or explained
         mean = sum(last) / len(last) if last else math.nan
         start = explained[0] if explained else math.nan
+        seconds = time.perf_counter() - began
         self.record.event(
-            f"pretraining: the critic learned from {number} batches ({tokens:,.0f} tokens) in "
-            f"{duration(time.perf_counter() - began)}; explained variance of new batches {figure(start)} → "
-            f"{figure(mean)}" + ("" if risen else ", which no longer rose")
+            f"pretraining: the critic learned from {number} batches ({tokens:,.0f} tokens) in {duration(seconds)}; "
+            f"explained variance of new batches {figure(start)} → {figure(mean)}"
+            + ("" if risen else ", which no longer rose")
         )
-        return {"pretrain/batches": number, "pretrain/tokens": tokens, "pretrain/explained_variance": mean}
+        sizes = {"pretrain/batches": number, "pretrain/tokens": tokens, "pretrain/seconds": seconds}
+        return sizes | {"pretrain/explained_variance": mean}
 
     def _batch(self, number: int) -> dict[str, float]:
         """Sample a batch, measure and train the critic on it, and append its metrics to the file; returns them."""

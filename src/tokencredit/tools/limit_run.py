@@ -12,6 +12,7 @@ from tokencredit.core.rewards import Attainable, attainable
 from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.report.reading import NoIteration, read_run
+from tokencredit.runs.jsonl import PRICED, scored_anew
 from tokencredit.runs.resuming import started_from
 from tokencredit.runs.summary import count, figure, final_mean, of_attainable
 from tokencredit.settings.run_kind import with_engine
@@ -108,7 +109,7 @@ def reached(run: Path) -> float | None:
         read = read_run(run, samples=False)
     except NoIteration:
         return None
-    return final_mean(read.metrics[read.since :], "objective")
+    return final_mean(read.metrics[scored_anew(read.changes, PRICED) :], "objective")
 
 
 def show(best: Attainable, coef: float) -> None:

@@ -330,7 +330,8 @@ def test_ends_are_of_the_last_reward():
         "reward ends at 2 in 1 run of one setting; there is nothing to compare."
     ]
     not_yet = replace(run, changes=[(6, "reward[0].weight")])
-    assert came_out([not_yet])[0]["reward_last"] == "2"
+    with pytest.raises(ConfigError, match="has no finished iteration since what is scored changed"):
+        came_out([not_yet])
 
 
 def test_agents_have_their_own_outcomes():
@@ -352,6 +353,8 @@ def test_texts_and_agents_do_not_mix():
     for runs in ([made("text"), agent()], [agent(), made("text")]):
         with pytest.raises(ConfigError, match=r"is a run of tokencredit \w+ and .* is a run of tokencredit"):
             choose_metric(runs)
+        with pytest.raises(ConfigError, match=r"their metrics differ: compare runs of one kind$"):
+            choose_metric(runs, "seconds")
 
 
 def test_a_run_that_lacks_the_metric_is_named():

@@ -54,3 +54,13 @@ def test_a_loop_by_hand_has_prompts_and_scores_from_python():
     sampled = model_card(PPOConfig(), [], SUMMARY, handed=["prompts"])
     assert "- prompts from calls in Python\n" in sampled
     assert "- sampling: temperature 1, up to 24 tokens\n" in sampled
+
+
+def test_rewards_after_a_change_of_what_is_scored_are_named_so():
+    summary = SUMMARY | {"iterations": 40, "reward_first": 0.3, "reward_last": 0.4}
+    card = model_card(PPOConfig(), ["length"], summary)
+    assert "| mean reward of the starting model |" in card
+    assert "(mean of the last 5 iterations)" in card
+    card = model_card(PPOConfig(), ["length"], summary | {"since": 38})
+    assert "| mean reward after what is scored changed |" in card
+    assert "(in the last iteration, after what is scored changed in iteration 39)" in card

@@ -3,6 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from tokencredit.errors import ConfigError
 from tokencredit.report.paper.cite import citation
 from tokencredit.report.reading import Run
 
@@ -45,6 +48,13 @@ def test_a_part_of_ones_own_has_its_file_and_digest():
     made = Run(Path("run"), {"seed": 1, "advantage": {"estimator": "mine.py:mixed"}}, [], [], {})
     text = citation([replace(made, parts={"advantage.estimator": part})])
     assert "| `advantage.estimator` | `gae` | `mixed (mine.py, 1a2b3c4d)` |" in text
+
+
+def test_a_run_counts_once_and_kinds_are_not_mixed():
+    assert "seeds 1, 2\n" in citation([run(1), run(2), run(1)])
+    agent = Run(Path("agent"), {"seed": 1, "env": {"id": "CartPole-v1"}, "algorithm": "ppo", "steps": 8}, [], [], {})
+    with pytest.raises(ConfigError, match="'run-1' is a run of tokencredit train and 'agent' is a run of tokencredit"):
+        citation([run(1), agent])
 
 
 def test_runs_without_a_summary_have_their_settings():

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 from helpers.models import SHAPE, random_lm
 from tokencredit.errors import ConfigError
-from tokencredit.settings.offline import CompletionsConfig, DPOPairsConfig
+from tokencredit.settings.offline import CompletionsConfig, DPOPairsConfig, RowsSettings
 from tokencredit.text.offline.examples import Encoder, examples_of, read_rows, split
 
 ROWS = [{"prompt": "The film is", "completion": " bad."}, {"prompt": "I thought it was", "completion": " a great joy."}]
@@ -149,19 +149,23 @@ def test_the_last_message_of_a_conversation_is_its_completion(lm, tokenizer):
     learned = [token for token, label in zip(example["input_ids"], example["labels"], strict=True) if label != -100]
     assert chat.decode(example["input_ids"]) == f"user: Good?\nassistant: Bad.\n{chat.eos_token}"
     assert chat.decode(learned) == f" Bad.\n{chat.eos_token}"
+    rows = [{"messages": conversation}, {"messages": conversation[:1]}]
+    with pytest.raises(ConfigError, match="row 2 of data, column 'messages', does not end with the assistant's"):
+        read(rows, CompletionsConfig(column="messages"), lm, chat)
 
 
 def test_a_share_is_held_out_by_the_seed():
     examples = [{"n": i} for i in range(20)]
-    train, held = split(examples, 0.25, seed=1)
+    of_rows = [RowsSettings(held_out=share).held_out_of(20) for share in (0.25, 0.0, 0.001, 0.99)]
+    assert of_rows == [5, 0, 1, 20]
+    train, held = split(examples, 5, seed=1)
     assert (len(train), len(held)) == (15, 5)
     assert sorted(x["n"] for x in (*train, *held)) == list(range(20))
-    assert split(examples, 0.25, seed=1) == (train, held)
-    assert split(examples, 0.25, seed=2) != (train, held)
-    assert split(examples, 0.0, seed=1) == (examples, [])
-    assert len(split(examples, 0.001, seed=1)[1]) == 1
-    with pytest.raises(ConfigError, match=r"data\.held_out is 0\.99, which leaves none of 20 rows"):
-        split(examples, 0.99, seed=1)
+    assert split(examples, 5, seed=1) == (train, held)
+    assert split(examples, 5, seed=2) != (train, held)
+    assert split(examples, 0, seed=1) == (examples, [])
+    with pytest.raises(ConfigError, match=r"data\.held_out leaves none of 20 rows"):
+        split(examples, 20, seed=1)
 
 
 def chatting(tokenizer):

@@ -30,7 +30,7 @@ def folder(model_folders):
 def built(config, rows):
     torch.manual_seed(1)
     model = load_model(config)
-    examples, held_out, _ = load_examples(config, model, rows, None)
+    examples, held_out, *_ = load_examples(config, model, rows, None)
     assert held_out == []
     return model, examples, OfflineLoss(config, model.lm, model.tokenizer, CPU)
 

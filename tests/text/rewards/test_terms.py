@@ -174,6 +174,12 @@ def test_terms_are_weighted_and_kept_apart():
     assert scores.dense is None
 
 
+def test_a_term_without_weight_does_not_decide_what_kind_of_scores_there_are():
+    tokens = gives([1.0, 2.0], [0.0, 0.0, 1.0], name="tokens")
+    assert not rate([tokens, gives(1.0, 2.0, weight=0.0)]).of_texts
+    assert rate([tokens, gives(1.0, 2.0)]).of_texts
+
+
 def test_functions_get_what_they_name():
     got = {}
 

@@ -10,8 +10,8 @@ from helpers.files import read_events, read_jsonl, read_metrics
 from helpers.runs import assert_same
 from tokencredit.cli import main
 from tokencredit.errors import ConfigError, RunStopped
-from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.training import EvalConfig, RunConfig
+from tokencredit.settings.rollout import OffPolicyConfig, RolloutConfig
+from tokencredit.settings.training import EvalConfig, KLConfig, RunConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 
 PROMPTS = ["This movie was", "The actors", "Honestly"]
@@ -157,6 +157,8 @@ def test_completions_of_elsewhere_are_those_of_the_policy(tmp_path):
     metrics = trainer.learn(adopted, [[-0.1] * len(row) for row in ids])
     assert metrics["reward"] == pytest.approx(-0.1 * sum(map(len, ids)) / 3)
     assert "behavior_logprobs" in read_jsonl(tmp_path / "run" / "samples.jsonl")[0]
+    assert "log_ratio" in metrics, "of another policy's draws it is no KL"
+    assert "kl" not in metrics
     # A batch from before that update is older than the policy.
     old = trainer.learn(batch, [0.0] * 3)
     assert old["age_mean"] == 1
@@ -194,6 +196,23 @@ def test_a_mistake_is_said_and_the_loop_goes_on(tmp_path):
     assert math.isnan(trainer.learn(batch, [math.nan] * 3)["reward"]), "of a batch that was skipped"
     trainer.learn(batch, torch.zeros(3))
     assert trainer.close()["iterations"] == 2
+
+
+def test_adopted_completions_without_log_probs_are_the_policys_and_need_no_correction(tmp_path):
+    groups = {"rollout": RolloutConfig(batch_size=3, max_new_tokens=8, top_p=0.9), "kl": KLConfig(coef=0)}
+    trainer = by_hand(tmp_path / "run", **groups, off_policy=OffPolicyConfig(correct="clip"))
+    trainer.learn(trainer.adopt(PROMPTS, [[5, 6]] * 3), [0.0, 1.0, 0.5])
+    assert trainer.close()["iterations"] == 1
+
+
+def test_a_kl_to_aim_at_is_said_to_pass_over_draws_of_elsewhere(tmp_path):
+    trainer = by_hand(tmp_path / "run", kl=KLConfig(target=6.0))
+    before = trainer.credit.kl.coef
+    trainer.learn(trainer.adopt(PROMPTS, [[5, 6]] * 3, [[-1.0, -1.0]] * 3), [0.0, 1.0, 0.5])
+    assert trainer.credit.kl.coef == before
+    trainer.close()
+    said = "kl.target and stop.kl pass over batches that the current policy did not draw: their KL is not known"
+    assert said in read_events(tmp_path / "run")
 
 
 def test_scores_need_a_trainer_without_a_reward(tmp_path):

@@ -289,6 +289,12 @@ def test_an_evaluation_keeps_what_it_does_not_replace():
     source = read_source("builtin:grid")
     source = replace(source, config=PPOConfig(env=own, tools=["a.py:f"]), scored=True)
     assert EvaluateOptions(tools=["b.py:g"]).configure(source, []).env == own
+    for tools in ([], ["b.py:g"]):
+        limited = EvaluateOptions(tools=tools, env=EnvironmentConfig(max_turns=3)).configure(source, [])
+        assert limited.env == replace(own, max_turns=3)
+    plain = replace(source, config=PPOConfig())
+    with pytest.raises(ConfigError, match=r"env\.max_turns is 3, which has no effect without env\.factory"):
+        EvaluateOptions(env=EnvironmentConfig(max_turns=3)).configure(plain, [])
     other = EvaluateOptions(env=EnvironmentConfig(factory="builtin:calculator")).configure(source, [])
     assert (other.env.factory, other.env.max_turns, other.tools) == ("builtin:calculator", 4, ["a.py:f"])
 

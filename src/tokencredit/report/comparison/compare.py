@@ -137,7 +137,10 @@ def compare(
     for run in runs:
         path = run.path if isinstance(run, Run) else Path(run).expanduser()
         try:
-            loaded.setdefault(path.resolve(), run if isinstance(run, Run) else read_run(path, samples=False))
+            read = run if isinstance(run, Run) else read_run(path, samples=False)
+            if not read.scored:
+                raise NoIteration(f"{str(path)!r} has no finished iteration since what is scored changed")
+            loaded.setdefault(path.resolve(), read)
         except NoIteration as error:
             empty.append(error)
     if not loaded:

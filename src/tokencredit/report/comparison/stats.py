@@ -207,9 +207,12 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     firsts: dict[RunKind, Run] = {}
     for run in runs:
         firsts.setdefault(run_kind_of(run.config), run)
-    if len(firsts) > 1 and metric is None:
+    if len(firsts) > 1 and (metric is None or len({run_kind.unit for run_kind in firsts}) > 1):
         kinds = [f"{str(run.path)!r} is a run of tokencredit {run_kind.command}" for run_kind, run in firsts.items()]
-        raise ConfigError(f"{' and '.join(kinds)}; their metrics differ: compare runs of one kind, or give --metric")
+        raise ConfigError(
+            f"{' and '.join(kinds)}; their metrics differ: compare runs of one kind"
+            f"{', or give --metric' if metric is None else ''}"
+        )
     wanted = metric or run_kind_of(runs[0].config).headline
     found = [{k for row in run.metrics for k, v in row.items() if is_number(v) and k != "iteration"} for run in runs]
     lacking = [repr(str(run.path)) for run, known in zip(runs, found, strict=True) if wanted not in known]
@@ -315,11 +318,11 @@ def measures(run: Run, metric: str) -> dict[str, Callable[[Run], float | None]]:
         f"{metric}_first": lambda run: next(iter(column(run, metric)), None),
         f"{metric}_last": lambda run: last(run, metric),
         f"{kind.evaluation}_best": lambda run: best(column(run, kind.evaluation), default=None),
-        "kl_last": lambda run: final_mean(run.metrics, "kl"),
+        "kl_last": lambda run: final_mean(run.scored, "kl"),
         "attainable_last": lambda x: None if scored_anew(x.changes, PRICED) else final_mean(x.metrics, "attainable"),
         "log_ratio_last": lambda run: final_mean(run.metrics, "log_ratio"),
         f"{kind.length}_last": lambda run: final_mean(run.metrics, kind.length),
-        "seconds": lambda run: sum(finite(row.get("seconds") for row in run.metrics)),
+        "seconds": lambda run: run.seconds,
         "iterations": lambda run: len(run.metrics),
     }
 

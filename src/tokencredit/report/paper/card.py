@@ -99,9 +99,10 @@ def results(
 ) -> str:
     """A table of a run's figures, with intervals where they are known, and their meanings."""
     figures = {name: value for name, value in summary.items() if isinstance(value, float)}
+    since = summary.get("since", 0)
     meanings = {
-        "reward_first": "mean reward of the starting model",
-        "reward_last": f"that at the end ({averaged(summary['iterations'])})",
+        "reward_first": f"mean reward {'after what is scored changed' if since else 'of the starting model'}",
+        "reward_last": f"that at the end ({averaged(summary['iterations'], since)})",
         "kl_last": "divergence from the starting model over the same iterations, in nats per completion",
         "attainable_last": "estimated share of what the reward allows at this KL price",
     }

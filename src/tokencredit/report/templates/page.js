@@ -1,4 +1,5 @@
-const { headline, changes, curves, credit, opened, audited, alternatives, audit } = data;
+const { headline, changes, since, curves, credit, opened, audited, alternatives, audit } = data;
+const scored = credit.filter(({ iteration }) => iteration > since); // as the last ones
 const views = [...credit, ...audited]; // an audit is listed like an iteration
 const TRUTH = { advantage: "true advantage", value: "true value" };
 
@@ -234,8 +235,8 @@ const card = (...pairs) => make("div", { className: "card" }, // a prompt that b
   ...pairs.flatMap(([sample, label], i) => [...(i && sample.prompt === pairs[0][0].prompt ? [] : [asked(sample)]), said(sample, label)]));
 
 function compared() { // completions of the first and the last iteration, the same prompts beside each other
-  const first = credit[0].iteration, last = credit.at(-1).iteration;
-  const of = (number) => credit.filter((s) => s.iteration === number);
+  const first = scored[0].iteration, last = scored.at(-1).iteration;
+  const of = (number) => scored.filter((s) => s.iteration === number);
   const before = alike(of(first), of(last)), after = alike(of(last), before);
   const rows = Array.from({ length: Math.min(3, before.length, after.length) }, (_, i) => (first === last
     ? card([after[i], `iteration ${last}`]) : card([before[i], `before (iteration ${first})`], [after[i], `after (iteration ${last})`])));
@@ -243,7 +244,7 @@ function compared() { // completions of the first and the last iteration, the sa
 }
 
 function examples() {
-  const ranked = [...credit].sort((a, b) => b.reward - a.reward);
+  const ranked = [...scored].sort((a, b) => b.reward - a.reward);
   by("examples").replaceChildren(...[["best", ranked.slice(0, 3)], ["worst", ranked.slice(-3).reverse()]].map(([title, samples]) =>
     make("div", {}, make("h3", { textContent: title }), ...samples.map((s) => card([s, `iteration ${s.iteration}`])))));
 }
@@ -308,6 +309,6 @@ function plots() { // curves are drawn as they come near the window: all of them
 }
 
 if (views.length) { creditView(); whatIf(); }
-if (credit.length) { compared(); examples(); }
+if (scored.length) { compared(); examples(); }
 if (audit) { auditCharts(); dark.addEventListener("change", auditCharts); }
 plots();

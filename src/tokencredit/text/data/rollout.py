@@ -71,14 +71,13 @@ class Rollout:
     def columns(self, ref_logprobs: Tensor | None) -> dict[str, list[Any]]:
         """Extra columns for reward functions.
 
-        `prompt_ids` and `completion_ids`, the token ids of the prompt and after it; `completion_mask`, with several
-        turns, 1 at sampled tokens and 0 at an environment's; `ref_logprobs`, log-probs of sampled tokens under the
-        reference model, if there is one.
+        `prompt_ids` and `completion_ids`, the token ids of the prompt and after it; `completion_mask`, 1 at sampled
+        tokens and 0 at an environment's; `ref_logprobs`, log-probs of sampled tokens under the reference model, if
+        there is one.
         """
         prompt_ids = unpadded(self.prompt_ids, self.prompt_mask)
         columns = {"completion_ids": self.by_response(self.response_ids), "prompt_ids": prompt_ids}
-        if self.turn_ends is not None:
-            columns["completion_mask"] = self.by_response(self.mask.int())
+        columns["completion_mask"] = self.by_response(self.mask.int())
         if ref_logprobs is not None:
             columns["ref_logprobs"] = unpadded(ref_logprobs, self.mask)
         return columns

@@ -24,7 +24,7 @@ class BatchStream:
         self.prompts, self.settings, self.processes = prompts, settings, processes
         self.generator = torch.Generator().manual_seed(seed)
         self.drawn = 0
-        """Completions sampled so far; the position in the prompt sequence."""
+        """Prompts drawn so far; the position in their sequence."""
 
     def next_batch(self) -> tuple[PromptBatch | TaskBatch, Tensor]:
         """This process's prompts or episodes of the next batch, and its uniforms `[share, max_new_tokens]`.
@@ -32,10 +32,11 @@ class BatchStream:
         Completions of one prompt stay in one process.
         """
         settings = self.settings
-        rows = share_of_rows(self.processes, settings.batch_size, settings.per_prompt)
-        prompts = self.prompts.batch(self.drawn + rows.start, rows.stop - rows.start, settings.per_prompt)
-        self.drawn += settings.batch_size
-        uniforms = torch.rand(settings.batch_size, settings.max_new_tokens, generator=self.generator)
+        size, group = settings.batch_size, settings.per_prompt  # which may change when a run is resumed
+        rows = share_of_rows(self.processes, size, group)
+        prompts = self.prompts.batch(self.drawn * group + rows.start, rows.stop - rows.start, group)
+        self.drawn += size // group
+        uniforms = torch.rand(size, settings.max_new_tokens, generator=self.generator)
         return prompts, uniforms[rows]
 
     def state_dict(self) -> dict[str, Any]:

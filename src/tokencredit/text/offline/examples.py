@@ -95,7 +95,7 @@ def read_rows(
             f"{group}.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id"
         )
     name = found[1]
-    data = with_answers(with_prompts(found[0], config, completion, name), config.column, completion)
+    data = with_answers(with_prompts(found[0], config, completion, name), config.column, completion, name)
     prompts = Prompts(data, tokenizer, config.prompts(), name=name, keys="data")
     for start in range(0, len(prompts.kept), CHUNK):
         batch = prompts.batch(start, min(CHUNK, len(prompts.kept) - start))
@@ -164,13 +164,24 @@ def as_messages(conversation: Any) -> Any:
     return [{"role": ROLES.get(x["from"], x["from"]), "content": x["value"]} for x in messages]
 
 
-def with_answers(rows: Rows, column: str, completion: str) -> Rows:
-    """The rows; without a column of completions, the last message of each conversation becomes its completion."""
+def with_answers(rows: Rows, column: str, completion: str, name: str) -> Rows:
+    """The rows; without a column of completions, the last message of each conversation becomes its completion.
+
+    Raises:
+        ConfigError: of the rows `name`, some end with such a message and some do not.
+    """
     if len(rows) == 0 or completion in column_names(rows):
         return rows
     conversations: list[Any] = [row.get(column) for row in rows]
-    if not all(is_conversation(x) and len(x) > 1 and x[-1]["role"] == "assistant" for x in conversations):
+    answered = [is_conversation(x) and len(x) > 1 and x[-1]["role"] == "assistant" for x in conversations]
+    if not answered[0]:
         return rows
+    if not all(answered):
+        raise ConfigError(
+            f"row {answered.index(False) + 1} of {name}, column {column!r}, does not end with the assistant's message "
+            "after others, as row 1 does; give each conversation an answer, or all of them in a column "
+            f"{completion!r}"
+        )
     return [{**row, column: x[:-1], completion: x[-1:]} for row, x in zip(rows, conversations, strict=True)]
 
 
@@ -261,12 +272,9 @@ def examples_of(rows: Iterator[Row], encode: Callable[[Row], Example | None]) ->
     return examples, len(encoded) - len(examples)
 
 
-def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Examples to train on, and a share of them, at least one, that is held out; a seed draws it."""
-    if not share:
-        return list(examples), []
-    count = max(round(share * len(examples)), 1)
+def split(examples: Sequence[Example], count: int, seed: int) -> tuple[list[Example], list[Example]]:
+    """Examples to train on, and those that are held out, which a seed draws."""
     if count >= len(examples):
-        raise ConfigError(f"data.held_out is {share}, which leaves none of {len(examples)} rows to train on")
+        raise ConfigError(f"data.held_out leaves none of {len(examples)} rows to train on")
     held = {int(index) for index in permutation(len(examples), seed, 0)[:count]}
     return [x for i, x in enumerate(examples) if i not in held], [x for i, x in enumerate(examples) if i in held]

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from tokencredit.errors import ConfigError, naming
 from tokencredit.learn.training_mode import disable_noise
+from tokencredit.provenance.parts import Part, describe
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.text.data.datasets import Rows
@@ -168,13 +169,13 @@ def check_head(name: str, model: PreTrainedModel, loaded: Mapping[str, Any]) -> 
 
 def load_examples(
     args: OfflineSettings, model: Model, train: Rows | None, held_out: Rows | None
-) -> tuple[list[Example], list[Example], list[str]]:
-    """Examples to train on, held-out ones, and notes for the user.
+) -> tuple[list[Example], list[Example], list[str], dict[str, Part]]:
+    """Examples to train on, held-out ones, notes for the user, and descriptions of the data sets as they were read.
 
     `train` and `held_out` are rows from Python in place of `data.dataset` and `eval.dataset`.
     """
     encode, column = encoding(args, model)
-    data, notes = args.data, [*model.notes]
+    data, notes, parts = args.data, [*model.notes], dict[str, Part]()
 
     def read(source: Any, rows: Rows | None, group: str) -> list[Example]:
         repeats: list[bool] = []
@@ -191,6 +192,8 @@ def load_examples(
             )
         if dropped:
             notes.append(f"{dropped} of {len(repeats)} rows of {group} are too long and are dropped")
+        if rows is None:
+            parts[f"{group}.dataset"] = describe(examples)
         return examples
 
     if train is not None and data.dataset is not None:
@@ -202,8 +205,8 @@ def load_examples(
     if held_out is None and args.eval.dataset is None:
         if args.eval.every and not data.held_out:
             raise ConfigError(f"eval.every is {args.eval.every}, and no rows are held out; leave it out")
-        return *split(examples, data.held_out, args.seed), notes
-    return examples, read(args.eval, held_out, "eval"), notes
+        return *split(examples, data.held_out_of(len(examples)), args.seed), notes, parts
+    return examples, read(args.eval, held_out, "eval"), notes, parts
 
 
 def encoding(args: OfflineSettings, model: Model) -> tuple[Callable[[Row], Example | None], str]:

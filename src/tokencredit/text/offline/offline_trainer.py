@@ -33,8 +33,11 @@ from tokencredit.text.models.precision import choose_precision, weights_in
 from tokencredit.text.offline.examples import Example
 from tokencredit.text.offline.offline_losses import OfflineLoss, combined, learned
 from tokencredit.text.offline.offline_setup import Model, load_examples, load_model
+from tokencredit.text.run_parts import part_of
 
 ADVICE = "out of memory; lower data.micro_batch, or set model.gradient_checkpointing"
+DATA_SETS = ("train_dataset", "eval_dataset", "data.dataset", "eval.dataset")
+"""Arguments and settings with the rows of a run."""
 
 
 class OfflineTrainer(Trainer):
@@ -59,15 +62,18 @@ class OfflineTrainer(Trainer):
             self.model: Model = load_model(args)
             lm = self.model.lm
             precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
-            self.examples, self.held_out, self.notes = load_examples(args, self.model, train_dataset, eval_dataset)
+            loaded = load_examples(args, self.model, train_dataset, eval_dataset)
+            self.examples, self.held_out, self.notes, read = loaded
             self.args, self.steps = args, args.run.iterations
             if args.data.epochs is not None:
                 self.steps = max(math.ceil(args.data.epochs * len(self.examples) / size - 1e-9), 1)
             length = replace(args.run, iterations=self.steps)
             self.record = RunRecord(length, self.processes, run_kind_of(asdict(args)), precision.choices)
             rows = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-            self.record.parts = {name: describe(value) for name, value in rows.items() if value is not None}
-            self.args = replace(args, python={name: label(part) for name, part in self.record.parts.items()})
+            parts = {name: describe(value) for name, value in rows.items() if value is not None}
+            self.args = replace(args, python={name: label(part) for name, part in parts.items()})
+            model = part_of(args.model.name)
+            self.record.parts = parts | read | ({} if model is None else {"model.name": model})
             data = hashlib.sha256(json.dumps([self.examples, self.held_out]).encode()).hexdigest()
             self.origin: State = dict(self.model.start) | {"data": data}
             torch.nn.Module.to(lm, precision.device)
@@ -96,7 +102,10 @@ class OfflineTrainer(Trainer):
             if isinstance(self.args, DPOConfig) and not self.drawn:  # before weights are trained or loaded
                 places = range(min(self.steps * self.args.data.batch_size, len(self.examples)))
                 read = sorted({self._position(place) for place in places})
-                self._add_reference(self.examples if resume_from_checkpoint else [self.examples[i] for i in read])
+                self._add_reference([self.examples[i] for i in read])
+                # A resumed run may read others. They come after, so that these are in the micro-batches of before.
+                others = sorted({*range(len(self.examples))} - {*read}) if resume_from_checkpoint else []
+                self._add_reference([self.examples[i] for i in others])
                 self._add_reference(self.held_out)
             trained = nbytes(self.parameters)
             return run(self, resume=resume_from_checkpoint, reserve=size + LARGEST + 2**20, weights=trained)
@@ -207,10 +216,16 @@ class OfflineTrainer(Trainer):
         shared = {"origin": self.origin, "drawn": self.drawn} | training_state(self.model.lm, self.optimizer)
         return shared, {"random": rng.random_state()}
 
-    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (of `Trainer`)
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:
         """Restore the result of `state`, its second part under `process`; refuses another model, tokenizer or data."""
         check_origin(state["origin"], self.origin, self.args.model.name)
-        if state["origin"]["data"] != self.origin["data"]:
+        if self.args.data.epochs is not None and "data.batch_size" in changed:
+            raise ConfigError(
+                "data.batch_size cannot change with data.epochs, which are a number of iterations of that size; set "
+                "run.iterations in their place"
+            )
+        allowed = {*DATA_SETS} & {*self.args.run.allow_changed}  # `changed_parts` has compared each
+        if state["origin"]["data"] != self.origin["data"] and not allowed:
             raise ConfigError(
                 "the rows to train on, or those held out, are not those that this run began with; restore the data set "
                 "and the settings under data, or begin a new run with the trained model as model.name"

@@ -264,7 +264,8 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
     largest = max((abs(x) for row in (totals, *dense) for x in row), default=0.0)
     if finite and largest > LARGEST:
         raise NonFiniteScore(f"the weighted sum of the rewards reaches {largest:g}, which is infinite in float32")
-    kinds = {isinstance(value, list) for column in values.values() for value in column if value is not None}
+    counted = [value for term in terms if term.weight for value in values[term.name] if value is not None]
+    kinds = {isinstance(value, list) for value in counted}
     return Scores(totals, dense if True in kinds else None, summed, of_texts=False in kinds)
 
 

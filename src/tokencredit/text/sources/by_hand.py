@@ -368,7 +368,7 @@ class LoopByHand(Trainer):
         if settings.stop:
             rollout.truncated &= ~rollout.stopped(self.tokenizer, settings.stop)
         rollout = self._evaluated(rollout)
-        return Batch(rows, rollout, rollout.texts(self.tokenizer))
+        return Batch(rows, rollout, rollout.texts(self.tokenizer), drawn_elsewhere=logprobs is not None)
 
     def _evaluated(self, rollout: Rollout) -> Rollout:
         """The rollout with log-probs of the current policy."""
