@@ -39,12 +39,13 @@ def test_a_flag_for_a_text_holds_that_text_and_null_is_none_where_it_may_be(text
         group, _, name = key.partition(".")
         value = None if text == "null" and key != "model.name" else text
         assert read(f"--{key}", text) == read(f"--{key}={text}") == {group: {name: value}}
-    assert read("--rollout.stop+", text)["rollout"]["stop"] == [text] or text == "[INST]", "one more of a list"
+    assert read("--rollout.stop+", text)["rollout"]["stop"] == [text], "one more of a list"
 
 
 def test_a_flag_for_one_more_keeps_those_before_it_in_groups_too(capsys):
     assert read("--rollout.stop+", "a", "--rollout.stop+", "b") == {"rollout": {"stop": ["a", "b"]}}
-    assert read("--rollout.stop", "[a]", "--rollout.stop+", "[b, c]") == {"rollout": {"stop": ["a", "b", "c"]}}
+    assert read("--rollout.stop", "[a]", "--rollout.stop+", '["b", c]') == {"rollout": {"stop": ["a", "b", "c"]}}
+    assert read("--rollout.stop+", "[/INST]") == {"rollout": {"stop": ["[/INST]"]}}
     told = "rollout.stop is 'END'; it must be a list of texts, such as [\"END\"]"
     assert refused(capsys, "train", "--rollout.stop", "END", "--rollout.stop+", "b") == told
 

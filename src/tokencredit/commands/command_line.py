@@ -283,7 +283,8 @@ def value_of(hint: Any, key: str, text: str) -> Any:
     if {int, float} & set(options) and text not in (choice for option in texts for choice in get_args(option)):
         texts = []  # a number beside choices, such as auto
     lists = [option for option in options if get_origin(option) is list]
-    listed = bool(lists) and re.match(r"\s*\[\s*[\"']" if texts else r"\s*\[", text)
+    one = key.endswith("+") and list[str] in lists  # a text such as [END]
+    listed = bool(lists) and re.match(r"\s*\[\s*[\"']" if texts or one else r"\s*\[", text)
     if (texts or list[str] in lists) and not listed:
         return None if NoneType in options and text == "null" else text
     try:

@@ -24,6 +24,7 @@ from tokencredit.commands.command_line import (
 )
 from tokencredit.errors import ConfigError
 from tokencredit.runs.folder import AUDIT, RunFolder, saved
+from tokencredit.runs.jsonl import read_samples
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import AgentAuditConfig, ControlConfig, EpisodesConfig
 from tokencredit.settings.fields import at_home, refuse_unused
@@ -201,14 +202,14 @@ def picture(options: Options) -> None:
     if options.out is None:
         RunFolder(options.run).require_writable()
     shown = read_run(run)
-    kept = shown.samples
-    if not kept:
+    iterations = list(dict.fromkeys(sample["iteration"] for sample in shown.samples))
+    if not iterations:
         raise ConfigError(f"{options.run!r} keeps no completions; runs of tokencredit train keep some (run.samples)")
-    iterations = list(dict.fromkeys(sample["iteration"] for sample in kept))
     number = options.iteration or iterations[-1]
-    found = [sample for sample in kept if sample["iteration"] == number]
+    found = read_samples(run / "samples.jsonl", {number})
     if not found:
-        raise ConfigError(f"--iteration is {number}; the run keeps completions of {', '.join(map(str, iterations))}")
+        known = map(str, iterations if len(iterations) < 20 else [*iterations[:5], "…", *iterations[-5:]])
+        raise ConfigError(f"--iteration is {number}; the run keeps completions of {', '.join(known)}")
     spread = [pstdev(acted(sample)["advantages"] or [0.0]) for sample in found]
     row = options.row or spread.index(max(spread)) + 1
     if row > len(found):
@@ -298,4 +299,4 @@ def doctor(options: Options) -> None:
     if findings := run.findings():
         screen.findings(findings)
     else:
-        screen.say(no_finding(run.config, len(run.metrics)))
+        screen.say(no_finding(run.config, len(run.scored)))

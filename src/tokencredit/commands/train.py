@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -234,6 +235,13 @@ def sweep(options: Options) -> None:
     if count is not None and count > most:
         raise ConfigError(f"--seeds is {count}; it must be at most {most}, the number of seeds in {options.file}")
     runs = first_seeds(runs, count)
+    given = [
+        f"--{name}={options[name]}"
+        for name in ("seeds", "on", "jobs", "cores", "gpus")
+        if options[name] not in (None, "local")
+    ]
+    given += ["--slurm", *options.slurm] * bool(options.slurm) + ["--no_code"] * bool(options.no_code)
+    again = shlex.join(["tokencredit", "sweep", options.file, *given])
     resources = cluster_resources(options, runs)
     if options.export:
         runner.export(runs, Path(options.export), options.file)
@@ -246,9 +254,8 @@ def sweep(options: Options) -> None:
         runner.show(runs, jobs, None if options.on == "local" else f"{options.on}: {resources} per run")
         return
     launcher = make_launcher(options, resources)
-    place = "" if options.on == "local" else f" --on {options.on}"
     try:
-        runner.sweep(runs, launcher, jobs, f"tokencredit sweep {options.file}{place}")
+        runner.sweep(runs, launcher, jobs, again)
     finally:
         launcher.close()
 

@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -61,14 +62,16 @@ def now() -> str:
 def resumed(run: Path) -> dict[str, Any]:
     """Dates of a run that is resumed now: `begun`, and a list `resumed`.
 
-    From the summary of its last end or, if it was killed, from the date of config.yaml, which every start writes.
+    From the summary of its last end or, if it was killed, from its first event or the date of config.yaml.
     """
     try:
         before = json.loads((run / "summary.json").read_bytes())["environment"]
         begun = before.get("begun", before["started"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        written = (run / "config.yaml").stat().st_mtime
+        written = (run / "config.yaml").stat().st_mtime  # of the last start
         before, begun = {}, datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds")
+        with suppress(OSError, ValueError, LookupError, TypeError), (run / "events.jsonl").open("rb") as events:
+            begun = min(begun, str(json.loads(events.readline())["time"]))
     return {"begun": begun, "resumed": [*before.get("resumed", []), now()]}
 
 

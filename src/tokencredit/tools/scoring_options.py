@@ -72,7 +72,7 @@ class SamplingOptions(Named):
         check(self)
         if "" in (self.stop or ()):
             raise ConfigError("stop has an empty text, which would end every completion; leave it out")
-        refuse_unused(self, rows=())
+        refuse_unused(self, rows=("environment_factory",))  # the run may have an environment
 
     def sampling(self, own: Sampling) -> Sampling:
         """Sampling settings: a run's own with those that are given."""
@@ -216,11 +216,11 @@ class EvaluateOptions(ScoringOptions):
 
     def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
         """As `ScoringOptions.configure`, with the settings of the evaluation."""
-        if self.given("env"):
-            run = source.config
-            env = self.env.with_limits_of(run.env) if self.env.factory is not None else run.env
-            source = replace(source, config=replace(run, env=env, tools=self.tools or run.tools))
-        config = super().configure(source, no_code)
+        run = source.config
+        played = replace(run, env=self.env.within(run.env), tools=self.tools or run.tools)
+        if not played.several_turns():
+            refuse_unused(self, rows=())  # limits of no environment
+        config = super().configure(replace(source, config=played), no_code)
         sizes: dict[str, Any] = {
             "samples": self.samples or config.eval.samples,
             "best_of": self.best_of or config.eval.best_of,
@@ -228,8 +228,9 @@ class EvaluateOptions(ScoringOptions):
         return replace(config, eval=replace(config.eval, **sizes))
 
     def own_sampling(self, config: PPOConfig) -> SamplingConfig:
-        """The sampling settings of the run's evaluations."""
-        return config.evaluation_sampling()
+        """The sampling settings of the run's evaluations; a temperature that is given undoes a greedy one."""
+        own = config.evaluation_sampling()
+        return replace(own, top_k=config.rollout.top_k) if self.temperature else own
 
 
 RANKED = "pairs: not unranked"

@@ -73,7 +73,14 @@ def test_a_file_holds_ranked_pairs_of_what_was_sampled(tmp_path, capsys):
     assert (rows[0]["chosen"], rows[0]["rejected"]) == (max(sampled, key=len), min(sampled, key=len))
     assert (about["model"], about["seed"], about["sampling"]["max_new_tokens"]) == ("builtin:reviews", 5, 6)
     assert about["reward"][0]["kwargs"] == {"unit": "characters"}
-    assert about["options"] == {"samples": 4, "groups": 3, "pairs": "best-worst", "margin": 0.0, "noise": 0.0}
+    assert about["options"] == {
+        "samples": 4,
+        "groups": 3,
+        "pairs": "best-worst",
+        "margin": 0.0,
+        "noise": 0.0,
+        "batch_size": 64,
+    }
     assert (about["counts"]["groups"], about["counts"]["completions"], about["counts"]["pairs"]) == (3, 12, 3)
     assert f"pairs{' ' * 20}3\n{tmp_path}/pairs.jsonl\n" in capsys.readouterr().out
     assert load_dataset("json", data_files=str(tmp_path / "pairs.jsonl"), split="train")[0] == rows[0]

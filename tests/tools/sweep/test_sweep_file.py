@@ -69,6 +69,7 @@ def test_a_grid_is_every_combination():
     assert list(combinations({"rollout.temperature": [1], "eval.temperature": [2]})) == [
         "rollout.temperature=1,eval.temperature=2"
     ]
+    assert list(combinations({"env.kwargs.step": [-0.04, 0.04, "-a."]})) == ["step=-0.04", "step=0.04", "step=a"]
     plain = {key: value for key, value in PLAIN.items() if key != "variants"}
     runs = expand(plain | {"grid": grid})
     assert len(runs) == 8
@@ -89,6 +90,13 @@ def test_dotted_and_nested_keys_are_the_same():
     for twice in ({"kl.coef": 1, "kl": {"coef": 2}}, {"env.kwargs.x": 1, "env": {"kwargs.x": 2}}):
         with pytest.raises(ConfigError, match=r"is given twice"):
             grouped(PPOConfig, twice.items())
+    # A key below a value that has none.
+    with pytest.raises(ConfigError, match=r"^unknown key seed\.x"):
+        PPOConfig.from_dict({"seed": 1, "seed.x": 2})
+    with pytest.raises(ConfigError, match=r"^unknown key model\.name\.o"):
+        PPOConfig.from_dict({"model.name": "foo", "model.name.o": 2})
+    with pytest.raises(ConfigError, match=r"env\.kwargs"):
+        PPOConfig.from_dict({"env": {"kwargs": None}, "env.kwargs.size": 2})
     assert merged({"a": {"b": 1, "c": [1, 2]}}, {"a": {"c": [3]}}) == {"a": {"b": 1, "c": [3]}}
 
 
@@ -229,6 +237,17 @@ def begun(tmp_path, summary=None, **run):
 )
 def test_how_far_a_run_is(summary, state, tmp_path):
     assert begun(tmp_path, summary).state() == state
+
+
+@pytest.mark.parametrize(("iterations", "state"), [(2, "to resume"), (3, "finished")])
+def test_epochs_are_done_once_their_rows_are_read_whatever_stopped_the_run(iterations, state, tmp_path):
+    base = {"data.dataset": "rows.jsonl", "data.epochs": 2, "data.batch_size": 8, "run.save_every": 1}
+    (run,) = expand({"kind": "sft", "dir": str(tmp_path), "seeds": [1], "base": base} | ONE)
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").touch()
+    (run.folder / "parts.json").write_text(json.dumps({"data.dataset": {"digest": "", "rows": 12}}))
+    (run.folder / "summary.json").write_text(json.dumps({"iterations": iterations, "stopped_by": "interrupt"}))
+    assert run.state() == state
 
 
 def test_a_run_without_checkpoints_is_to_begin_anew(tmp_path):

@@ -89,6 +89,16 @@ def test_a_failure_of_the_run_itself_is_not_repeated(runs, capsys):
     assert json.loads((runs[0].folder.parents[1] / "sweep.json").read_text())[0]["failure"] == "exit code 1: no"
 
 
+@pytest.mark.slow
+def test_a_run_that_another_process_stopped_is_not_left_without_a_word(runs, capsys, monkeypatch):
+    monkeypatch.setattr(Scripted, "start", lambda self, run: self)  # it leaves no summary
+    monkeypatch.setattr(Scripted, "inherited", None, raising=False)
+    monkeypatch.setattr(Scripted, "poll", lambda self: Ended(), raising=False)
+    with pytest.raises(RunStopped, match=r"^1 of 1 runs were stopped; retry them with: tokencredit sweep F"):
+        sweep(runs, Scripted(), None, "tokencredit sweep F")
+    assert "stopped, to be resumed" in capsys.readouterr().out
+
+
 def test_resources_are_threads_and_gpus():
     assert Resources(8, 2).environment() == {"OMP_NUM_THREADS": "4"}, "one process per GPU"
     assert Resources(2, 0).environment() == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}

@@ -190,7 +190,9 @@ def write_pairs(
         raise RunStopped(f"no pair was found ({reasons}); raise --samples or --temperature, or lower --margin")
     about = describe(source, which, reference, config.prompts) | {
         "sampling": {name: getattr(sampling, name) for name in SAMPLING},
-        "options": {name: getattr(options, name) for name in ("samples", "groups", "pairs", "margin", "noise")},
+        "options": {
+            name: getattr(options, name) for name in ("samples", "groups", "pairs", "margin", "noise", "batch_size")
+        },
         "counts": counts,
     }
     if options.pairs == "unranked":

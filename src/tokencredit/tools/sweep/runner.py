@@ -55,7 +55,7 @@ def sweep(runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None, again:
 
     Raises:
         ConfigError: a run's folder cannot be made.
-        RunStopped: at least one run failed; the others are finished.
+        RunStopped: at least one run failed, or was stopped by another process.
         KeyboardInterrupt: after Ctrl-C, once the runs have written their checkpoints.
     """
     scheduler = Scheduler(runs, launcher, jobs)
@@ -70,8 +70,12 @@ def sweep(runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None, again:
     Output(highlight=False).print(table(runs, scheduler.failures))
     for run, failure in scheduler.failures.items():
         say(f"{run.name}: {failure}; see {run.log}")
+    unfinished = len(runs) - len(done)
+    advice = f"; retry them with: {again}" if unfinished else ""
     if scheduler.failures:
-        raise RunStopped(f"{len(scheduler.failures)} of {len(runs)} runs failed; retry them with: {again}")
+        raise RunStopped(f"{len(scheduler.failures)} of {len(runs)} runs failed{advice}")
+    if unfinished:
+        raise RunStopped(f"{unfinished} of {len(runs)} runs were stopped{advice}")
 
 
 def home(runs: Sequence[SweepRun]) -> Path:
@@ -150,7 +154,7 @@ class Scheduler:
         states = [{"run": run.name, "state": run.state(), "failure": self.failures.get(run)} for run in self.runs]
         RunFolder(str(home(self.runs))).write("sweep.json", json.dumps(states, indent=2) + "\n")
         done = sum(row["state"] == "finished" for row in states)
-        left = len(self.runs) - done - len(self.failures)
+        left = sum(row["state"] != "finished" and not row["failure"] for row in states)
         say(f"{run.name}: {failure or outcome(run)}")
         say(f"  {done} of {len(self.runs)} finished; {estimate(self.runs, left, self.jobs)}")
 

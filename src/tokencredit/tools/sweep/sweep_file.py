@@ -70,10 +70,12 @@ class SweepRun:
         summary = self.summary()
         stopped_by = str(summary.get("stopped_by"))
         # A run interrupted in its last iteration has nothing left to do; one that learned nothing cannot be resumed.
-        done = summary.get("iterations", 0) >= self.config.run.iterations
-        # Of epochs, the data set decides how many iterations they are.
-        if isinstance(self.config, OfflineSettings) and self.config.data.epochs:
-            done = stopped_by == "iterations"
+        count = summary.get("iterations", 0)
+        done = count >= self.config.run.iterations
+        # Of epochs, the rows that were read decide how many iterations they are.
+        if isinstance(self.config, OfflineSettings) and (epochs := self.config.data.epochs):
+            data, rows = self.config.data, read_parts(self.folder).get("data.dataset", {}).get("rows")
+            done = rows is not None and count * data.batch_size >= epochs * (rows - data.held_out_of(rows)) - 1e-9
         if done or stopped_by.startswith("stop."):  # a rule under `stop` ended it
             return "to begin" if stopped_by == TooManyBadSteps.stopped_by else "finished"
         begun = (self.folder / "config.yaml").is_file() and summary.get("iterations") != 0
@@ -191,8 +193,9 @@ def combinations(grid: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     named: dict[str, dict[str, Any]] = {}
     for values in itertools.product(*grid.values()):
         texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in values]
-        pairs = zip(short, texts, strict=True)
-        name = ",".join(f"{key}={re.sub(r'[^A-Za-z0-9_.+-]+', '-', text).strip('-.') or '-'}" for key, text in pairs)
+        safe = (re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-.") or "-" for text in texts)
+        signs = ("-" * bool(re.match(r"-\d", text)) for text in texts)
+        name = ",".join(map("{}={}{}".format, short, signs, safe))
         if name in named or not SAFE.fullmatch(name):
             why = "twice" if name in named else "too long or not a folder's name"
             raise ConfigError(f"grid gives the name {name} {why}; name its combinations under variants instead")
