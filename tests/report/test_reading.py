@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.episodes import grid
+from helpers.files import read_metrics
 from tokencredit.errors import ConfigError
 from tokencredit.report.audit_view import trust
 from tokencredit.report.comparison.compare import compare
@@ -13,6 +14,7 @@ from tokencredit.report.page import render
 from tokencredit.report.reading import ITERATIONS, read_completions, read_run, with_audit
 from tokencredit.report.story import outcome
 from tokencredit.runs.folder import RunFolder
+from tokencredit.runs.jsonl import comparable
 from tokencredit.runs.summary import WINDOW
 
 
@@ -352,6 +354,20 @@ def test_a_run_whose_new_reward_has_no_iteration_has_no_score_yet(copy):
     assert "none yet" in render(run)
     with pytest.raises(ConfigError, match="has no finished iteration since what is scored changed"):
         compare([copy])
+
+
+def test_evaluations_of_other_prompts_are_not_compared(copy):
+    rows = [row | {"eval/reward": 0.9 - 0.4 * number} for number, row in enumerate(read_metrics(copy))]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(copy).evaluations("eval/reward") == [0.9, 0.5, pytest.approx(0.1)]
+    with (copy / "events.jsonl").open("a") as events:
+        line = {"time": "2026-01-01T00:00:00", "after_iteration": 1, "event": "changed", "changed": "eval.dataset"}
+        events.write(json.dumps(line) + "\n")
+    run = read_run(copy)
+    assert run.evaluations("eval/reward") == [0.5, pytest.approx(0.1)]
+    compared = comparable(run.metrics, run.since, 1)
+    assert ["eval/reward" in row for row in compared] == [False, True, True]
+    assert [row["reward"] for row in compared] == [row["reward"] for row in rows]
 
 
 def test_a_runs_seconds_are_those_of_its_summary(copy):

@@ -62,7 +62,7 @@ def test_its_files_are_json_and_safetensors(folder):
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert names == {"manifest.json", "state.json", "process-0.json", "process-0.safetensors", FILE}
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["format"], manifest["processes"]) == (FORMAT, 1) == (3, 1)
+    assert (manifest["format"], manifest["processes"]) == (FORMAT, 1) == (4, 1)
     assert set(manifest["files"]) == names - {"manifest.json"}
 
 

@@ -260,11 +260,14 @@ def test_entries_of_a_dict_that_come_or_go_are_changes(tmp_path):
         ({"eval": EvalConfig(temperature=0.0)}, False),
         ({"eval": EvalConfig(text="Another prompt")}, False),
         ({"rollout": RolloutConfig(top_k=5)}, False),
+        ({"rollout": RolloutConfig(temperature=0.5)}, False),
+        ({"rollout": RolloutConfig(max_new_tokens=5)}, True),  # evaluations have a length of their own
         ({"prompts": PromptsConfig(text="Another prompt")}, False),
     ],
 )
 def test_the_best_evaluation_is_of_what_is_evaluated_now(changed, kept, tmp_path):
-    args, made = begun(tmp_path / "run")
+    args, made = begun(tmp_path / "run", eval=EvalConfig(max_new_tokens=8))
+    changed = {name: replace(x, max_new_tokens=8) if name == "eval" else x for name, x in changed.items()}
     made.iteration({"iteration": 3, "reward": 1.0, "eval/reward": 0.9}, [])
     made.checkpoint(3, {"weights": torch.tensor([3.0])}, {"own": 3})
     again = record(replace(args, **changed))

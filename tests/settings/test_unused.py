@@ -83,10 +83,6 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         for run_kind, rows in {"text": "completions", "control": "episodes"}.items()
         for key, value in {rows: 8, "continuations": 4, "states": 2, "seconds": 1.0}.items()
     ],
-    *[
-        ("text", {f"audit.{key}": 500, "audit.at_end": False}, f"audit.{key}", "without audit.every or audit.at_end")
-        for key in ("calls", "tokens")
-    ],
     ("text", {"critic.trunk_lr": 0.1}, "critic.trunk_lr", "without critic.kind: separate"),
     (
         "text",

@@ -118,6 +118,8 @@ def test_a_batch_that_no_term_scores_is_refused(tmp_path):
     trainer.pipeline.terms = [Term("odd", 1.0, lambda completions, **_: [None] * len(completions))]
     with pytest.raises(RewardError, match="no reward term scored any completion: odd returned None for all"):
         trainer.collect()
+    trainer.pipeline.terms += [Term("watched", 0.0, lambda completions, **_: [1.0] * len(completions))]
+    assert trainer.collect().scores.tolist() == [0.0] * 4
 
 
 CHAT = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}{% endfor %}"

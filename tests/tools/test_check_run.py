@@ -60,9 +60,12 @@ def test_a_reward_that_fails_is_an_error_and_the_others_are_called(tmp_path):
     def broken(completions):
         raise ValueError("bad")
 
+    def named(completions, prompt_ids, completion_ids, completion_mask):
+        return [float(len(prompt) + sum(mask)) for prompt, mask in zip(prompt_ids, completion_mask, strict=True)]
+
     config = PPOConfig.from_dict({"run.dir": str(tmp_path / "run")})
-    found = [x for x in check(config, reward_funcs=["length", broken]) if x.part == "reward"]
-    assert [x.state for x in found] == ["ok", "error"]
+    found = [x for x in check(config, reward_funcs=["length", broken, named]) if x.part == "reward"]
+    assert [x.state for x in found] == ["ok", "error", "ok"]
     assert "broken" in found[1].text
 
 

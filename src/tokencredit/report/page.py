@@ -71,6 +71,7 @@ def render(run: Run) -> str:
     known = run.audit is not None and not unknown(run.audit["credit"])
     episode = run.episode and agent_episode.view(run.episode)
     findings, charts = run.findings(), sections(run.metrics)
+    scored = [sample for sample in run.samples if sample["iteration"] > run.since]
     headline = chart_of(run_kind_of(run.config).headline)
     main = charts.get(section_of(headline), {}).pop(headline, None)
     drawn = {title: [chart for chart in found.values() if constant(chart) is None] for title, found in charts.items()}
@@ -102,7 +103,8 @@ def render(run: Run) -> str:
             "audit": audit and audit["chart"],
             "episode": episode,
         },
-        phrases=phrases(run.samples),
+        scored=bool(scored),
+        phrases=phrases(scored),
         constants=[
             f"{chart['lines'][0]['name']} {two_digits(value)}"
             for found in charts.values()

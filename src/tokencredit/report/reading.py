@@ -35,6 +35,8 @@ from tokencredit.runs.jsonl import (
     Form,
     Leaf,
     check_sample,
+    comparable,
+    evaluated_anew,
     is_count,
     is_number,
     read_changes,
@@ -156,7 +158,13 @@ class Run:
 
     def findings(self) -> list[Finding]:
         """The diagnosis of the run since that change."""
-        return diagnose(self.scored, self.config, ended=bool(self.summary), samples=self.samples)
+        evaluated = evaluated_anew(self.changes, self.config)
+        rows = comparable(self.metrics, self.since, evaluated)
+        return diagnose(rows, self.config, ended=bool(self.summary), samples=self.samples)
+
+    def evaluations(self, name: str) -> list[float]:
+        """The finite numbers of a metric since what evaluations measure changed."""
+        return list(finite(row.get(name) for row in self.metrics[evaluated_anew(self.changes, self.config) :]))
 
     def frame(self, table: Literal["metrics", "samples", "tokens", "audit"] = "metrics") -> Any:
         """A table as a `pandas.DataFrame`, with the names of metrics.jsonl and samples.jsonl as columns.

@@ -27,7 +27,7 @@ from tokencredit.runs.folder import flush, safetensors_errors
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.tensor_files import DamagedTensors, Shape, read_tensors, write_tensors
 
-FORMAT = 3
+FORMAT = 4
 """Version of the folder layout and of the trainers' state."""
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors"
 IN_TENSORS, AS_ARRAY, SHAPE = "$tensor", "$array", "shape"

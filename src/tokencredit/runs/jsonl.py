@@ -35,9 +35,9 @@ SCORED = (*REWARDED, "score.")
 PRICED = (*SCORED, "rollout.", "kl.")
 """The same for the attainable: a change of one of these moves it."""
 SAMPLING = ("max_new_tokens", "min_new_tokens", "temperature", "top_", "min_p", "stop")
-EVALUATED = (*REWARDED, "eval_dataset", *(f"eval.{x}" for x in ("text", "dataset", "split", "best_of", *SAMPLING)))
-EVALUATED += tuple(f"rollout.{x}" for x in SAMPLING)
-"""The same for evaluations."""
+"""Beginnings of settings under `rollout` that evaluations have too."""
+EVALUATION = ("text", "dataset", "split", "best_of", "max_new_tokens", "temperature", "greedy")
+"""The same of settings under `eval`, for their results."""
 PROBLEMS = {
     "malformed": "a tool call could not be parsed",
     "failed": "a call failed",
@@ -180,6 +180,19 @@ def read_changes(file: Path) -> list[tuple[int, str]]:
 def scored_anew(changes: Sequence[tuple[int, str]], keys: tuple[str, ...] = SCORED) -> int:
     """The iteration after which scores are of another reward, or of other prompts, than those before it."""
     return max((after for after, key in changes if key.startswith(keys)), default=0)
+
+
+def evaluated_anew(changes: Sequence[tuple[int, str]], config: Mapping[str, Any]) -> int:
+    """The iteration after which evaluations are of something else than before it; `config` is the run's."""
+    own: Mapping[str, Any] = config.get("eval") or {}  # whose values replace those of rollouts
+    drawn = [f"rollout.{name}" for name in SAMPLING if own.get(name) is None]
+    return scored_anew(changes, (*REWARDED, "eval_dataset", *drawn, *(f"eval.{name}" for name in EVALUATION)))
+
+
+def comparable(rows: Sequence[Mapping[str, Any]], since: int, evaluated: int) -> Sequence[Mapping[str, Any]]:
+    """Rows since `scored_anew`, those before `evaluated_anew` without their evaluations."""
+    early = [{k: x for k, x in row.items() if not k.startswith("eval/")} for row in rows[since:evaluated]]
+    return [*early, *rows[max(since, evaluated) :]] if since or evaluated else rows
 
 
 def read_samples(file: Path, iterations: Collection[int]) -> list[dict[str, Any]]:

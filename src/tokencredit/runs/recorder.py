@@ -28,13 +28,22 @@ from tokencredit.runs.checkpoint import size_of, write_checkpoint
 from tokencredit.runs.console import Screen
 from tokencredit.runs.diagnosis import Finding, diagnose
 from tokencredit.runs.folder import CHOICES, JOB, PARTS, SHOWN, RunFolder, apply_choices, beside, read_parts, replacing
-from tokencredit.runs.jsonl import EVALUATED, EVENTS, PRICED, read_changes, read_metrics, read_samples, scored_anew
+from tokencredit.runs.jsonl import (
+    EVENTS,
+    PRICED,
+    comparable,
+    evaluated_anew,
+    read_changes,
+    read_metrics,
+    read_samples,
+    scored_anew,
+)
 from tokencredit.runs.summary import WINDOW, History, Summary, in_iterations, summarise
 from tokencredit.runs.trackers import NO_CURVES, Trackers
 from tokencredit.runs.transcript import of_iteration
 from tokencredit.settings.parts import is_own, label_of, plain
 from tokencredit.settings.reader import dump_yaml
-from tokencredit.settings.run_kind import RunKind, foreign_code
+from tokencredit.settings.run_kind import OFFLINE, RunKind, foreign_code
 from tokencredit.settings.training import RunSettings
 
 Load = Callable[[dict[str, Any], set[str]], Sequence[str]]
@@ -131,7 +140,9 @@ class RunRecord:
             known = "run.dir is not set" if self.args.dir is None else f"run.dir {str(path)!r} holds no run"
             raise ConfigError(f"resume_from_checkpoint is True, and {known}; set run.dir to the folder of a run")
         changed = resuming.allowed_changes(path / "config.yaml", self.config)
-        replaced = dict(resuming.changed_parts(read_parts(path), self.parts, changed, self.args.allow_changed))
+        # Offline trainers compare their rows themselves, and allow no others.
+        allowed = self.parts if self.run_kind in OFFLINE else self.args.allow_changed
+        replaced = dict(resuming.changed_parts(read_parts(path), self.parts, changed, allowed))
         # The main process takes the folder, and finishes or undoes replacements whose process was killed.
         with self.processes.agreed(OSError, ConfigError):
             if self.main:
@@ -175,7 +186,7 @@ class RunRecord:
         self.history, self.best, self.best_iteration = History(), -math.inf, 0
         changes = [*read_changes(self.folder.path / EVENTS), *((done, key) for key in changed)]
         self.history.since, self.history.priced = scored_anew(changes), scored_anew(changes, PRICED)
-        self.history.evaluated = scored_anew(changes, EVALUATED)
+        self.history.evaluated = evaluated_anew(changes, self.config)
         for row in read_metrics(self.folder.path / "metrics.jsonl"):
             self.history.append(row)
             if len(self.history) > self.history.evaluated:
@@ -193,7 +204,7 @@ class RunRecord:
 
     def _diagnose(self, *, ended: bool) -> list[Finding]:
         """Findings on the run so far, with the values chosen for `auto` settings."""
-        rows = self.history[self.history.since :] if self.history.since else self.history
+        rows = comparable(self.history, self.history.since, self.history.evaluated)
         config = apply_choices(self.config, self.choices or {})
         return diagnose(rows, config, ended=ended, samples=self.samples)
 

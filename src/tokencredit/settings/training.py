@@ -337,10 +337,10 @@ class AuditConfig(AuditSettings):
 
     completions: int = setting(16, needs="every", at_least=2)
     """Completions per audit, over all processes."""
-    calls: int | None = setting(None, needs="every or at_end", at_least=1)
+    calls: int | None = setting(None, at_least=1)
     """Most reward calls of an audit: texts that each reward term scores, prefixes included; states get fewer
     continuations to meet it. null for no limit."""
-    tokens: int | None = setting(None, needs="every or at_end", at_least=1)
+    tokens: int | None = setting(None, at_least=1)
     """Most tokens that an audit samples; states get fewer continuations to meet it. null for no limit."""
 
 

@@ -263,7 +263,7 @@ class Pipeline:
     def _scores(self, batch: Batch, reference: ReferenceOutputs) -> Scores:
         asked = self._asked(batch, reference.logprobs)
         given = self._agreed(batch, partial(score, *asked, finite=self.finite, started=batch.pending))
-        if not self.processes.any(given.dense is not None or given.of_texts):
+        if not self.processes.any(any(x is not None for column in given.terms.values() for x in column)):
             names = ", ".join(given.terms)
             raise RewardError(f"no reward term scored any completion: {names} returned None for all of them")
         return given

@@ -22,6 +22,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text import ppo_setup as setup
 from tokencredit.text.data.hub import check_push
 from tokencredit.text.data.prompts import Prompts
+from tokencredit.text.data.rollout import unpadded
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.critic import check_tokenizer
 from tokencredit.text.models.model_loading import load_tokenizer
@@ -160,7 +161,8 @@ def called(known: Known, term: Term, prompts: Prompts) -> list[float | None]:
     assert known.tokenizer is not None
     batch = prompts.batch(0, len(MADE_UP))
     ids = [known.tokenizer(text, add_special_tokens=False)["input_ids"] for text in MADE_UP]
-    columns = {**batch.columns, "completion_ids": ids}
+    columns = {**batch.columns, "completion_ids": ids, "completion_mask": [[1] * len(row) for row in ids]}
+    columns["prompt_ids"] = unpadded(batch.ids, batch.mask)
     if known.config.kl.coef > 0:
         columns["ref_logprobs"] = [[-1.0] * len(row) for row in ids]
     scores = score(

@@ -317,11 +317,11 @@ def measures(run: Run, metric: str) -> dict[str, Callable[[Run], float | None]]:
     return {
         f"{metric}_first": lambda run: next(iter(column(run, metric)), None),
         f"{metric}_last": lambda run: last(run, metric),
-        f"{kind.evaluation}_best": lambda run: best(column(run, kind.evaluation), default=None),
+        f"{kind.evaluation}_best": lambda run: best(run.evaluations(kind.evaluation), default=None),
         "kl_last": lambda run: final_mean(run.scored, "kl"),
         "attainable_last": lambda x: None if scored_anew(x.changes, PRICED) else final_mean(x.metrics, "attainable"),
-        "log_ratio_last": lambda run: final_mean(run.metrics, "log_ratio"),
-        f"{kind.length}_last": lambda run: final_mean(run.metrics, kind.length),
+        "log_ratio_last": lambda run: final_mean(run.scored, "log_ratio"),
+        f"{kind.length}_last": lambda run: final_mean(run.scored, kind.length),
         "seconds": lambda run: run.seconds,
         "iterations": lambda run: len(run.metrics),
     }

@@ -93,7 +93,7 @@ def choose_spacing(
             "advantage.estimator or critic.kind reads prefix_scores, and no prefix is scored: give a classifier, a "
             "reward model or a function with prefix: true, of single turns, without critic.prefix_every: 0"
         )
-    known = ["prompts", "completions", "completion_ids", *rows.other_columns]
+    known = ["prompts", "completions", "completion_ids", "completion_mask", *rows.other_columns]
     for term in found if every else ():
         try:
             check_columns([term], known)
@@ -227,7 +227,7 @@ def prefix_scores(
     ids = [prefix if prefix[len(prefix) - len(end) :] == list(end) else [*prefix, *end] for prefix in ids]
     texts = [detokenizers[starts[row]].text(prefix) for (row, _), prefix in zip(distinct, ids, strict=True)]
     chosen = prompts.select([row for row, _ in distinct])
-    columns = {**chosen.columns, "completion_ids": ids}
+    columns = {**chosen.columns, "completion_ids": ids, "completion_mask": [[1] * len(prefix) for prefix in ids]}
     found, lengths = scoring(terms), [len(prefix) for prefix in ids]
     scores = score(found, chosen.questions(), chosen.answers(texts), columns, lengths)
     if scores.dense is not None:

@@ -178,10 +178,11 @@ def load_examples(
     data, notes, parts = args.data, [*model.notes], dict[str, Part]()
 
     def read(source: Any, rows: Rows | None, group: str) -> list[Example]:
-        repeats: list[bool] = []
+        repeats, found = list[bool](), list[dict[str, Any]]()
 
         def counted(row: Row) -> Example | None:
             repeats.append(row.repeats_prompt(column))
+            found.append({"prompt": row.prompt, **row.columns})
             return encode(row)
 
         examples, dropped = examples_of(read_rows(data, model.tokenizer, column, source, rows, group), counted)
@@ -193,7 +194,7 @@ def load_examples(
         if dropped:
             notes.append(f"{dropped} of {len(repeats)} rows of {group} are too long and are dropped")
         if rows is None:
-            parts[f"{group}.dataset"] = describe(examples)
+            parts[f"{group}.dataset"] = describe(found)
         return examples
 
     if train is not None and data.dataset is not None:

@@ -36,8 +36,6 @@ from tokencredit.text.offline.offline_setup import Model, load_examples, load_mo
 from tokencredit.text.run_parts import part_of
 
 ADVICE = "out of memory; lower data.micro_batch, or set model.gradient_checkpointing"
-DATA_SETS = ("train_dataset", "eval_dataset", "data.dataset", "eval.dataset")
-"""Arguments and settings with the rows of a run."""
 
 
 class OfflineTrainer(Trainer):
@@ -213,19 +211,19 @@ class OfflineTrainer(Trainer):
 
     def state(self) -> tuple[State, State]:
         """Resumable state: the part that all processes share, and this process's own."""
-        shared = {"origin": self.origin, "drawn": self.drawn} | training_state(self.model.lm, self.optimizer)
-        return shared, {"random": rng.random_state()}
+        place = {"origin": self.origin, "drawn": self.drawn, "iterations": len(self.record.history)}
+        return place | training_state(self.model.lm, self.optimizer), {"random": rng.random_state()}
 
-    def load(self, state: State, changed: set[str]) -> Sequence[str]:
+    def load(self, state: State, changed: set[str]) -> Sequence[str]:  # noqa: ARG002  (of `Trainer`)
         """Restore the result of `state`, its second part under `process`; refuses another model, tokenizer or data."""
         check_origin(state["origin"], self.origin, self.args.model.name)
-        if self.args.data.epochs is not None and "data.batch_size" in changed:
+        size, rows = self.args.data.batch_size, state["drawn"]
+        if self.args.data.epochs is not None and rows != state["iterations"] * size:
             raise ConfigError(
-                "data.batch_size cannot change with data.epochs, which are a number of iterations of that size; set "
-                "run.iterations in their place"
+                f"data.batch_size is {size}, and this run read {rows} rows in {state['iterations']} iterations; epochs "
+                "are a number of iterations of one size: restore it, or set run.iterations in place of data.epochs"
             )
-        allowed = {*DATA_SETS} & {*self.args.run.allow_changed}  # `changed_parts` has compared each
-        if state["origin"]["data"] != self.origin["data"] and not allowed:
+        if state["origin"]["data"] != self.origin["data"]:
             raise ConfigError(
                 "the rows to train on, or those held out, are not those that this run began with; restore the data set "
                 "and the settings under data, or begin a new run with the trained model as model.name"

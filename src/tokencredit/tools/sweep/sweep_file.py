@@ -72,10 +72,11 @@ class SweepRun:
         # A run interrupted in its last iteration has nothing left to do; one that learned nothing cannot be resumed.
         count = summary.get("iterations", 0)
         done = count >= self.config.run.iterations
-        # Of epochs, the rows that were read decide how many iterations they are.
+        # Of epochs, the data set decides how many iterations they are.
         if isinstance(self.config, OfflineSettings) and (epochs := self.config.data.epochs):
-            data, rows = self.config.data, read_parts(self.folder).get("data.dataset", {}).get("rows")
-            done = rows is not None and count * data.batch_size >= epochs * (rows - data.held_out_of(rows)) - 1e-9
+            data, rows = self.config.data, read_parts(self.folder).get("data.dataset", {}).get("rows", 0)
+            read = rows and count * data.batch_size >= epochs * (rows - data.held_out_of(rows))
+            done = stopped_by == "iterations" or bool(read)
         if done or stopped_by.startswith("stop."):  # a rule under `stop` ended it
             return "to begin" if stopped_by == TooManyBadSteps.stopped_by else "finished"
         begun = (self.folder / "config.yaml").is_file() and summary.get("iterations") != 0
