@@ -57,7 +57,7 @@ def story(run: Run) -> list[Fact]:
         if environment := environment_of(run):
             facts.append(Fact("in the environment", environment))
         if (listed := terms(run)) or not environment:
-            facts.append(Fact("on the reward", ", ".join(listed)))
+            facts.append(Fact("on the reward", ", ".join(listed) or "not known yet"))
     own = {f"with the {word}": run.setting(key) for key, word in OWN_PARTS.items()}
     facts += [Fact(word, visible(label_of(part))) for word, part in own.items() if is_own(part)]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from tokencredit.errors import ConfigError
+from tokencredit.settings.rollout import SamplingConfig
 
 FIRST_NUMBER = re.compile(rb'\{"iteration": (\d{1,18}),')
 """Start of each line; it allows most of a long file to be skipped without parsing."""
@@ -30,14 +31,13 @@ ENDINGS = {
 """Endings of an episode, in words."""
 EVENTS = "events.jsonl"
 REWARDED = ("reward", "prompts", "train_dataset", "tools", "env.factory", "environment_factory")
+"""Beginnings of settings and arguments that decide what is rewarded, in training and in evaluations."""
 SCORED = (*REWARDED, "score.")
 """Beginnings of settings and arguments without which scores cannot be compared."""
 PRICED = (*SCORED, "rollout.", "kl.")
 """The same for the attainable: a change of one of these moves it."""
-SAMPLING = ("max_new_tokens", "min_new_tokens", "temperature", "top_", "min_p", "stop")
-"""Beginnings of settings under `rollout` that evaluations have too."""
 EVALUATION = ("text", "dataset", "split", "best_of", "max_new_tokens", "temperature", "greedy")
-"""The same of settings under `eval`, for their results."""
+"""The same of settings under `eval`, for the results of evaluations."""
 PROBLEMS = {
     "malformed": "a tool call could not be parsed",
     "failed": "a call failed",
@@ -185,7 +185,7 @@ def scored_anew(changes: Sequence[tuple[int, str]], keys: tuple[str, ...] = SCOR
 def evaluated_anew(changes: Sequence[tuple[int, str]], config: Mapping[str, Any]) -> int:
     """The iteration after which evaluations are of something else than before it; `config` is the run's."""
     own: Mapping[str, Any] = config.get("eval") or {}  # whose values replace those of rollouts
-    drawn = [f"rollout.{name}" for name in SAMPLING if own.get(name) is None]
+    drawn = [f"rollout.{item.name}" for item in fields(SamplingConfig) if own.get(item.name) is None]
     return scored_anew(changes, (*REWARDED, "eval_dataset", *drawn, *(f"eval.{name}" for name in EVALUATION)))
 
 

@@ -140,9 +140,10 @@ class RunRecord:
             known = "run.dir is not set" if self.args.dir is None else f"run.dir {str(path)!r} holds no run"
             raise ConfigError(f"resume_from_checkpoint is True, and {known}; set run.dir to the folder of a run")
         changed = resuming.allowed_changes(path / "config.yaml", self.config)
+        before = read_parts(path)
         # Offline trainers compare their rows themselves, and allow no others.
-        allowed = self.parts if self.run_kind in OFFLINE else self.args.allow_changed
-        replaced = dict(resuming.changed_parts(read_parts(path), self.parts, changed, allowed))
+        allowed = {**before, **self.parts} if self.run_kind in OFFLINE else self.args.allow_changed
+        replaced = dict(resuming.changed_parts(before, self.parts, changed, allowed))
         # The main process takes the folder, and finishes or undoes replacements whose process was killed.
         with self.processes.agreed(OSError, ConfigError):
             if self.main:

@@ -198,21 +198,23 @@ def repeated(group: RunGroup) -> Iterator[tuple[str, str]]:
             yield str(one.path), str(two.path)
 
 
+def kinds_of(runs: Sequence[Run]) -> dict[RunKind, str]:
+    """The kinds of runs, each with one of them in words."""
+    kinds = {run_kind_of(run.config): run for run in runs}
+    return {kind: f"{str(run.path)!r} is a run of tokencredit {kind.command}" for kind, run in kinds.items()}
+
+
 def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     """The metric to compare by: the given one, or the headline metric.
 
     Raises:
         ConfigError: kinds of runs are mixed without a metric, or a run has no number for the metric.
     """
-    firsts: dict[RunKind, Run] = {}
-    for run in runs:
-        firsts.setdefault(run_kind_of(run.config), run)
-    if len(firsts) > 1 and (metric is None or len({run_kind.unit for run_kind in firsts}) > 1):
-        kinds = [f"{str(run.path)!r} is a run of tokencredit {run_kind.command}" for run_kind, run in firsts.items()]
-        raise ConfigError(
-            f"{' and '.join(kinds)}; their metrics differ: compare runs of one kind"
-            f"{', or give --metric' if metric is None else ''}"
-        )
+    kinds = kinds_of(runs)
+    units = {run_kind.unit for run_kind in kinds}
+    if len(kinds) > 1 and (metric is None or len(units) > 1):
+        advice = ", or give --metric" * (len(units) == 1)
+        raise ConfigError(f"{' and '.join(kinds.values())}; their metrics differ: compare runs of one kind{advice}")
     wanted = metric or run_kind_of(runs[0].config).headline
     found = [{k for row in run.metrics for k, v in row.items() if is_number(v) and k != "iteration"} for run in runs]
     lacking = [repr(str(run.path)) for run, known in zip(runs, found, strict=True) if wanted not in known]

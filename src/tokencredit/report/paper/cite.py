@@ -8,7 +8,16 @@ from typing import Any
 
 from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import label
-from tokencredit.report.comparison.stats import MISSING, SEED, RunGroup, group_runs, texts, values, without_seed
+from tokencredit.report.comparison.stats import (
+    MISSING,
+    SEED,
+    RunGroup,
+    group_runs,
+    kinds_of,
+    texts,
+    values,
+    without_seed,
+)
 from tokencredit.report.paper.card import bibtex, code
 from tokencredit.report.reading import Run
 from tokencredit.runs.folder import setting_of
@@ -21,10 +30,8 @@ def citation(runs: Sequence[Run]) -> str:
     A run given twice counts once; raises `ConfigError` for runs of several kinds.
     """
     runs = list({run.path.resolve(): run for run in runs}.values())
-    kinds = {run_kind_of(run.config).command: run for run in runs}
-    if len(kinds) > 1:
-        named = [f"{str(run.path)!r} is a run of tokencredit {command}" for command, run in kinds.items()]
-        raise ConfigError(f"{' and '.join(named)}; their settings differ: cite runs of one kind")
+    if len(kinds := kinds_of(runs)) > 1:
+        raise ConfigError(f"{' and '.join(kinds.values())}; their settings differ: cite runs of one kind")
     made = [found if isinstance(found := run.summary.get("environment"), dict) else {} for run in runs]
     groups, run_kind = group_runs(runs), run_kind_of(runs[0].config)
     version = "; ".join(distinct(of(found, "versions.tokencredit") for found in made)) or "unknown version"

@@ -75,8 +75,8 @@ class SweepRun:
         # Of epochs, the data set decides how many iterations they are.
         if isinstance(self.config, OfflineSettings) and (epochs := self.config.data.epochs):
             data, rows = self.config.data, read_parts(self.folder).get("data.dataset", {}).get("rows", 0)
-            read = rows and count * data.batch_size >= epochs * (rows - data.held_out_of(rows))
-            done = stopped_by == "iterations" or bool(read)
+            asked = epochs * (rows - data.held_out_of(rows)) - 1e-9
+            done = stopped_by == "iterations" or 0 < asked <= count * data.batch_size
         if done or stopped_by.startswith("stop."):  # a rule under `stop` ended it
             return "to begin" if stopped_by == TooManyBadSteps.stopped_by else "finished"
         begun = (self.folder / "config.yaml").is_file() and summary.get("iterations") != 0
