@@ -131,7 +131,7 @@ def test_other_data_in_python_are_told_from_those_of_the_command(answers, data, 
     with pytest.raises(ConfigError, match=r"data\.dataset is missing"):
         OfflineTrainer(config)
     longer = replace(config, run=replace(config.run, iterations=5))
-    with pytest.raises(ConfigError, match="^the rows to train on, or those held out, are not those"):
+    with pytest.raises(ConfigError, match=r"^the rows to train on, or those held out, are not those"):
         OfflineTrainer(longer, train_dataset=answers).train(resume_from_checkpoint=True)
 
 
