@@ -261,6 +261,7 @@ def test_a_trainer_that_has_learned_does_not_begin_anew_with_its_weights(tmp_pat
     trainer.train()
     shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if it had been killed before the first one
     (tmp_path / "run" / "summary.json").unlink()
+    trainer.summary = None
     with pytest.raises(ConfigError, match="this trainer's weights may have changed; make another trainer"):
         trainer.train(resume_from_checkpoint=True)
     ControlTrainer(args).train(resume_from_checkpoint=True)

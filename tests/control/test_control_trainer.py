@@ -209,7 +209,7 @@ def test_estimators_that_compare_scores_of_texts_are_not_for_agents():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ppo": AgentUpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3, .* must divide env\.number × steps, 64"),
+        ({"ppo": AgentUpdateConfig(minibatches=65)}, r"ppo\.minibatches is 65, .* at most env\.number × steps, 64"),
         ({"critic": AgentCriticConfig(kind="none")}, r"advantage\.estimator is gae, which needs a critic"),
         ({"run": RunConfig()}, r"^run is RunConfig\(.*; it must be an AgentRunConfig$"),
         (

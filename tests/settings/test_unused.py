@@ -126,10 +126,10 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("text", {"score.shift_mean": False}, "score.shift_mean", "with score.normalize: none"),
     *[
         (run_kind, {f"advantage.{key}": value}, f"advantage.{key}", f"without advantage.estimator: {needs}")
-        for run_kind in ("text", "control")
+        for run_kind, adaptive in (("text", ", length_adaptive_gae"), ("control", ""))
         for key, value, needs in [
-            ("lam_returns", 0.5, "decoupled_gae, length_adaptive_gae"),
-            ("alpha", 0.1, "length_adaptive_gae"),
+            ("lam_returns", 0.5, f"decoupled_gae{adaptive}, one of your own"),
+            ("alpha", 0.1, f"{adaptive}, one of your own".removeprefix(", ")),
             ("n", 3, "n_step"),
         ]
     ],

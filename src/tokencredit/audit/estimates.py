@@ -32,6 +32,11 @@ def label(name: str | EstimatorFunction, options: Mapping[str, Any]) -> str:
     return ", ".join([name if isinstance(name, str) else name_of(name, without=inputs_named(name)), *settings])
 
 
+def reads_lam(label: str) -> bool:
+    """True for the label of an estimator with the setting λ; the two ends of GAE may be estimators without it."""
+    return "λ" in label and label not in (TD, MONTE_CARLO)
+
+
 def spec_of(name: str | EstimatorFunction) -> Estimator:
     """The inputs of an estimator."""
     return ESTIMATORS[name] if isinstance(name, str) else Estimator.of(name)

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokencredit.audit.estimates import reads_lam
 from tokencredit.errors import pages_by_title
 from tokencredit.settings.run_kind import CONTROL, run_kind_of
 
@@ -99,7 +100,8 @@ def again(audit: Mapping[str, Any], command: str) -> str:
     # Noise falls as one over the continuations; 0.3 of the variance leaves room for the error of its estimate.
     continuations = math.ceil(audit["continuations"] * max(1.0, odds * 0.7 / 0.3))
     if not command:
-        return f"audit.every with audit.continuations: {continuations} in a new run"
+        size = f" and audit.{rows_name(audit)}: {ENOUGH}" * (rows < MIN_ROWS)
+        return f"audit.every with audit.continuations: {continuations}{size} in a new run"
     size = {"completions": rows if rows >= MIN_ROWS else ENOUGH}
     size |= {"states": audit["settings"]["states"]} if "states" in audit["settings"] else {}
     size |= {"continuations": continuations}
@@ -124,7 +126,7 @@ def truer(audit: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> s
         ways.append(f"scores of prefixes ({kind}critic.prefix_every: 1)")
     ways.append(f"larger batches ({'steps, env.number' if agents else 'rollout.batch_size'})")
     chosen = any("lam" in row for row in rows)  # by `advantage.lam: auto`, as the best of the data
-    ways += ["another λ (advantage.lam)"] if "λ" in shown and not (better or chosen) else []
+    ways += ["another λ (advantage.lam)"] if reads_lam(shown) and not (better or chosen) else []
     *others, last = ways
     return f"try {', '.join(others)}{' or ' * bool(others)}{last}: {pages_by_title('docs/audit.md#untrue-credit')}"
 

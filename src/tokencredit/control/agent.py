@@ -48,6 +48,12 @@ class Agent(nn.Module):
         """Layers of the critic that the actor does not share."""
         return nn.ModuleList(filter(None, (self.critic_body, self.critic_head)))
 
+    def outer_parameters(self) -> list[Tensor]:
+        """Matrices at the agent's ends: its action head, and what a transformer makes of observations."""
+        transformers = (body for body in (self.actor_body, self.critic_body) if isinstance(body, Transformer))
+        inputs = [matrix for body in transformers for matrix in (body.embedding.weight, body.positions)]
+        return [self.actor_head.weight, *inputs]
+
     def outputs(self, observations: Tensor) -> Tensor:
         """The actor's outputs: parameters of the action distribution."""
         outputs: Tensor = self.actor_head(self.actor_body(observations))

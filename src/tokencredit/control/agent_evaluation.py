@@ -20,6 +20,7 @@ from torch import Tensor
 from tokencredit.control.agent import Agent
 from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
 from tokencredit.control.vector_environments import (
+    current_folder,
     environment_part,
     evaluation_envs,
     expected_warnings,
@@ -27,6 +28,7 @@ from tokencredit.control.vector_environments import (
     statistics,
 )
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.learn.rng import preserved
 from tokencredit.provenance.parts import label
 from tokencredit.runs.folder import read_parts
 from tokencredit.settings.control import ControlConfig, EpisodesConfig
@@ -148,7 +150,7 @@ def check_videos(args: ControlConfig) -> None:
     try:
         import moviepy  # noqa: F401
 
-        with no_display():
+        with no_display(), current_folder():
             env = gym.make(args.env.id, render_mode="rgb_array", **args.env.kwargs)
             env.reset(seed=0)
             frame = env.render()
@@ -173,7 +175,8 @@ def save_agent(folder: Path, agent: Agent, envs: VectorEnv) -> None:
 def load_agent(folder: Path, args: ControlConfig) -> tuple[Agent, VectorEnv]:
     """Load the result of `save_agent`, or raise `ConfigError`: the agent, and an environment with the statistics."""
     envs = make_envs(args.env, 1, args.advantage.gamma, stack=args.agent.observations())
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args.agent, args.critic.kind)
+    with preserved():  # the weights drawn here are replaced
+        agent = Agent(envs.single_observation_space, envs.single_action_space, args.agent, args.critic.kind)
     try:
         tensors = load_file(folder / AGENT_FILE)
         agent.load_state_dict({k.removeprefix("agent."): v for k, v in tensors.items() if k.startswith("agent.")})

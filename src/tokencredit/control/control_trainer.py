@@ -17,6 +17,7 @@ from gymnasium.spaces import Discrete
 from gymnasium.spaces.utils import flatdim
 from torch import Tensor, nn
 
+from tokencredit.audit.verdict import audit_command
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_evaluation import EpisodesUnfinished, Player, check_videos, episode_metrics, save_agent
@@ -33,7 +34,7 @@ from tokencredit.learn.learner import Learner
 from tokencredit.learn.objective import CriticOutputs, Passes, PolicyLoss, PolicyOutputs
 from tokencredit.learn.optim import build_optimizer, hidden_matrices, schedule
 from tokencredit.learn.own_loss import objective_of
-from tokencredit.learn.rng import isolated, random_state, set_random_state, set_torch_state, torch_state
+from tokencredit.learn.rng import isolated, preserved, random_state, seed_all, set_random_state
 from tokencredit.learn.state import nbytes
 from tokencredit.learn.update import NonFiniteUpdate, UpdateSettings
 from tokencredit.provenance.parts import describe, label
@@ -67,7 +68,7 @@ class ControlTrainer(Trainer):
         given = {key: label(self.record.parts[key]) for key, part in own.items() if not isinstance(part, str)}
         self.args = replace(args, python=given)
         with isolated(), threads(args.threads), expected_warnings(args.env):
-            torch.manual_seed(args.seed)
+            seed_all(args.seed)
             copies, stack = args.env.number // processes.count, args.agent.observations()
             self.envs = make_envs(args.env, copies, args.advantage.gamma, stack=stack, processes=processes)
             if part := environment_part(self.envs):
@@ -80,7 +81,7 @@ class ControlTrainer(Trainer):
             self.auditor = AgentAuditor(loaded, self.agent, self.envs)
             self.learner = build_learner(loaded, self.agent, processes)
             self.collector = Collector(self.envs, self.agent, args.seed, processes)
-            self.rng = torch_state()
+            self.rng = random_state()
         self.reduce = processes.sum
         self.stopping = EarlyStopping(reward=args.stop.reward, patience=args.stop.patience)
         self.episodes: deque[tuple[float, int]] = deque(maxlen=EPISODES)
@@ -98,7 +99,7 @@ class ControlTrainer(Trainer):
         """
         weights = nbytes(self.agent.parameters())
         with isolated(), threads(self.args.threads), expected_warnings(self.args.env):
-            set_torch_state(self.rng)
+            set_random_state(self.rng)
             return run(self, resume=resume_from_checkpoint, reserve=weights + LARGEST + 2**20, weights=weights)
 
     def overview(self) -> Iterator[tuple[str, str]]:
@@ -118,7 +119,8 @@ class ControlTrainer(Trainer):
         """Collect a rollout, compute credit, update, evaluate if due; returns metrics, and no samples."""
         started, args = time.perf_counter(), self.args
         # Kept until the iteration counts: one that fails before is repeated when the run is resumed.
-        self.progress, self.before = None, self._own_state()
+        self.progress = None
+        self.before = self._own_state()
         # Learning rates first: both the update and the metrics need those of this iteration.
         metrics: dict[str, float] = {"iteration": number} | self.learner.set_rates(number)
         try:
@@ -134,9 +136,9 @@ class ControlTrainer(Trainer):
             tensors = {"observations": torch.from_numpy(error.observations), "rewards": torch.from_numpy(error.rewards)}
             self.record.bad_step(number, str(error), tensors)
             self.before = None
-            metrics |= {"steps": 0, "bad_steps": 1}
+            metrics |= {"bad_steps": 1}
         # Training returns over the last episodes, since a rollout may end none; and where the time went.
-        self.episodes.extend(episodes)
+        self.episodes.extend(episode for episode in episodes if math.isfinite(episode[0]))
         seconds = time.perf_counter() - started
         self.steps += (steps := self.collector.taken)
         metrics |= {
@@ -151,9 +153,11 @@ class ControlTrainer(Trainer):
         }
         # Evaluate and audit last, so that their time is not in the figures above; they change nothing of the run.
         self.progress = metrics, []
-        if number == args.run.iterations or (args.eval.every and number % args.eval.every == 0):
-            metrics |= self._by_main(partial(self.evaluate, number))
-            if args.eval.homework_tags:  # all of them in the same iterations: readers pair their points
+        last = number == args.run.iterations or self.stopping.reached(reward=metrics["train/average_return"], kl=0.0)
+        if last or (args.eval.every and number % args.eval.every == 0):
+            evaluated = self._by_main(partial(self.evaluate, number))
+            metrics |= evaluated
+            if args.eval.homework_tags and evaluated:  # all of them in the same iterations: readers pair their points
                 metrics |= {tag: metrics[name] for tag, name in HOMEWORK_TAGS.items() if name in metrics}
         if args.audit.every and number % args.audit.every == 0:
             metrics |= self._by_main(partial(self.auditor.measure, number, self.record))
@@ -201,17 +205,18 @@ class ControlTrainer(Trainer):
         settings, seed = self.args.eval, self.args.seed + EVALUATION_SEED
         metrics: dict[str, float] = {}
         try:
-            if settings.episodes:
-                metrics = self.player.measure(settings, seed)
-                self._record_episode(number, seed)
-            if settings.videos:
-                self.player.record(settings, seed, self.record.folder.path / "videos", f"iteration-{number}")
+            with preserved():  # an environment may draw from the global generators
+                if settings.episodes:
+                    metrics = self.player.measure(settings, seed)
+                    self._record_episode(number, seed)
+                if settings.videos:
+                    self.player.record(settings, seed, self.record.folder.path / "videos", f"iteration-{number}")
         except EpisodesUnfinished as error:
             self.record.event(f"{'videos are' if metrics else 'an evaluation is'} skipped: {error}")
         return metrics
 
     def _record_episode(self, number: int, seed: int) -> None:
-        """Play the first of the evaluation's episodes again, and write it with its credit for the page."""
+        """Play one episode by the evaluation's seed, and write it with its credit for the page."""
         overdue, greedy = self.record.signals.overdue, self.args.eval.greedy
         options: dict[str, Any] = {"seed": seed, "greedy": greedy, "overdue": overdue}
         try:
@@ -255,7 +260,8 @@ class ControlTrainer(Trainer):
         summary = self.record.end(stopped_by, lambda folder, _: save_agent(folder, self.agent, self.envs))
         self.auditor.at_end(summary, self.record, self._by_main)
         write_final_report(self.record)
-        audit = {"tokencredit audit RUN": "audit of the credit"} if self.args.run.save_every else {}
+        command = audit_command(self.record.folder.path, self.record.config)
+        audit = {"tokencredit audit RUN": "audit of the credit"} if command else {}
         self.record.next_steps({"tokencredit play RUN": "whole episodes with the trained agent"} | audit)
         if stopped_by != INTERRUPT:  # after which another train() goes on
             with suppress(Exception):  # everything is written; a process of an environment may be gone
@@ -315,6 +321,11 @@ def build_learner(args: ControlConfig, agent: Agent, processes: Processes) -> Le
 
 def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Optimizer:
     """One optimizer for actor and critic; at equal rates a single group, which takes half the time of two."""
+    hidden = hidden_matrices(agent, exclude=agent.outer_parameters())
+    if args.optim.name == "muon" and not hidden:
+        raise ConfigError(
+            f"optim.name is muon, and agent.hidden {args.agent.hidden} gives no hidden matrix; add a layer"
+        )
     actor, critic = (list(part.parameters()) for part in (agent.actor_parts(), agent.critic_parts()))
     critic_group = {"params": critic, "lr": args.critic.lr, "metric": "value_lr"}
     groups = [{"params": actor, "lr": args.optim.lr}, critic_group]
@@ -323,6 +334,6 @@ def build_agent_optimizer(args: ControlConfig, agent: Agent) -> torch.optim.Opti
     return build_optimizer(
         [group | {"weight_decay": args.optim.weight_decay} for group in groups if group["params"]],
         args.optim.name,
-        hidden=hidden_matrices(agent),
+        hidden=hidden,
         eps=args.optim.eps,
     )

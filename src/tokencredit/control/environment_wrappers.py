@@ -93,7 +93,7 @@ class ReplayWrapper(gym.Wrapper):
     def restore(self) -> bool:
         """Replay to `saved_state`; False on failure. The next step is then a reset, as after an episode's end."""
         state, rng = self.saved_state, self.saved_state["began"]
-        self.must_reset = True
+        self.ended = self.must_reset = True
         if rng["seed"] is None and rng["random"] is None:
             return False
         if rng["random"] is not None:
@@ -105,10 +105,9 @@ class ReplayWrapper(gym.Wrapper):
         for action in state["actions"]:
             self.step(action)
         self.seed = state["seed"]
-        self.must_reset = not (
-            self.steps == state["steps"] and np.array_equal(self.flat_observation(), state["observation"])
-        )
-        return not self.must_reset
+        same = self.steps == state["steps"] and np.array_equal(self.flat_observation(), state["observation"])
+        self.ended = self.must_reset = not same
+        return same
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset, and record the seed or RNG state that the episode starts with."""
@@ -178,23 +177,31 @@ class ScaleReward(NormalizeReward):
         if self.gather is not None:
             returns, was_reset = self.gather(np.stack([returns, reset], axis=1)).T
             reset = was_reset.astype(bool)
-        if not reset.all():
-            self.return_rms.update(returns[~reset])  # type: ignore[no-untyped-call]
+        counted = ~reset & np.isfinite(returns)  # one NaN would stay in the statistics for good
+        if counted.any():
+            self.return_rms.update(returns[counted])  # type: ignore[no-untyped-call]
         self._prev_dones = np.logical_or(terminated, truncated).astype(np.float32)
         return observation, reward / np.sqrt(self.return_rms.var + self.epsilon), terminated, truncated, info
 
 
 class NormalizeAllObservations(NormalizeObservation):
-    """Gymnasium's normalisation, with the statistics of the copies of all processes."""
+    """Gymnasium's normalisation, with the statistics of the copies of all processes, without rows that are not finite.
 
-    def __init__(self, env: VectorEnv, gather: Gather):
+    One NaN would stay in the statistics for good.
+    """
+
+    def __init__(self, env: VectorEnv, gather: Gather | None = None):
         """Wrap the copies of this process; `gather` collects rows of all."""
         super().__init__(env)
         self.gather = gather
 
     def observations(self, observations: np.ndarray) -> np.ndarray:
         """Normalise a step's observations, `[copies, size]`, after an update of the statistics with all copies'."""
-        self.obs_rms.update(self.gather(observations))  # type: ignore[no-untyped-call]
+        if self.update_running_mean:
+            rows = observations if self.gather is None else self.gather(observations)
+            finite = np.isfinite(rows).all(axis=1)
+            if finite.any():
+                self.obs_rms.update(rows[finite])  # type: ignore[no-untyped-call]
         deviation = np.sqrt(self.obs_rms.var + self.epsilon)
         return ((observations - self.obs_rms.mean) / deviation).astype(np.float32)
 

@@ -19,7 +19,7 @@ from tokencredit.control.vector_environments import expected_warnings, make_copi
 from tokencredit.errors import ConfigError
 from tokencredit.runs.summary import count
 from tokencredit.settings.control import ControlConfig
-from tokencredit.user_code.parts import load_parts
+from tokencredit.user_code.parts import AGENT_INPUTS, load_estimator
 
 
 class TrainedAgent:
@@ -67,7 +67,7 @@ class TrainedAgent:
         Raises:
             RunStopped: the environment raises, or the episode does not end.
         """
-        advantage = load_parts(self.config).advantage
+        advantage = load_estimator(self.config.advantage, AGENT_INPUTS)
         with expected_warnings(self.config.env):
             return play_episode(self.config, advantage, self.agent, self.training, seed=seed, greedy=greedy)
 

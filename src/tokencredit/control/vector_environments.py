@@ -129,7 +129,7 @@ def wrap_envs(
     if envs.single_observation_space.dtype != np.float32:
         envs = DtypeObservation(envs, np.float32)
     if args.normalize_observations:
-        envs = NormalizeObservation(envs) if gather is None else NormalizeAllObservations(envs, gather)
+        envs = NormalizeAllObservations(envs, gather)
         envs = TransformObservation(envs, lambda x: np.clip(x, -args.clip, args.clip).astype(np.float32))
     if args.normalize_rewards and training:
         envs = ScaleReward(envs, gamma, gather)
@@ -262,7 +262,15 @@ def save_envs(envs: VectorEnv) -> dict[str, Any]:
 
 
 def restore_envs(envs: VectorEnv, state: dict[str, Any]) -> list[int]:
-    """Restore the result of `save_envs`; returns the copies that could not be replayed and will be reset."""
+    """Restore the result of `save_envs`; returns the copies that could not be replayed and will be reset.
+
+    Raises:
+        ConfigError: a step of processes was interrupted, and their answers cannot be told apart any more.
+    """
+    try:
+        base_env(envs).reset()  # Gymnasium's own notes on which copies to reset in the next step
+    except gym.error.AlreadyPendingCallError as error:
+        raise ConfigError("the environments were interrupted in a step; resume with a new trainer") from error
     base_env(envs).set_attr("saved_state", state["copies"])
     lost = [copy for copy, restored in enumerate(base_env(envs).call("restore")) if not restored]
     for layer, saved in zip(vector_wrappers(envs), state["layers"], strict=True):

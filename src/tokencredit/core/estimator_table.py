@@ -77,10 +77,15 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 """Estimators by name; the function of that name is in `core.advantages`."""
 
+AGENT_ESTIMATORS = tuple(
+    name for name, row in ESTIMATORS.items() if not (row.group or row.baseline or "alpha" in row.settings)
+)
+"""Those of agents need no score of a whole text, nor its length: an agent's row has `steps` steps of many episodes."""
+
 if TYPE_CHECKING:
     EstimatorName: TypeAlias = str
     AgentEstimatorName: TypeAlias = str
 else:
     EstimatorName = Literal[tuple(ESTIMATORS)]
-    AgentEstimatorName = Literal[tuple(x for x, needs in ESTIMATORS.items() if not (needs.group or needs.baseline))]
-"""Names of the estimators; those of agents need no score of a whole text."""
+    AgentEstimatorName = Literal[AGENT_ESTIMATORS]
+"""Names of the estimators."""

@@ -140,7 +140,15 @@ class EarlyStopping:
 
     def update(self, *, reward: float, kl: float) -> str | None:
         """Record one check; returns the reason to stop, "kl" or "reward", or None. NaN is never above a threshold."""
-        values = {"kl": kl, "reward": reward}
-        above = [name for name, limit in self._thresholds.items() if limit is not None and values[name] > limit]
+        above, reason = self._above(reward, kl), self.reached(reward=reward, kl=kl)
         self._checks = self._checks + 1 if above else 0
-        return above[0] if above and self._checks >= self.patience else None
+        return reason
+
+    def reached(self, *, reward: float, kl: float) -> str | None:
+        """What `update` would return, without recording it."""
+        above = self._above(reward, kl)
+        return above[0] if above and self._checks + 1 >= self.patience else None
+
+    def _above(self, reward: float, kl: float) -> list[str]:
+        values = {"kl": kl, "reward": reward}
+        return [name for name, limit in self._thresholds.items() if limit is not None and values[name] > limit]

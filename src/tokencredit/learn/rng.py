@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 
 
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and PyTorch, from which libraries and user code may draw."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
 def torch_state() -> dict[str, Any]:
     """State of PyTorch's global generators, as hex; CUDA's only once CUDA is initialised."""
     state = {"torch": to_hex(torch.get_rng_state())}

@@ -51,9 +51,10 @@ def next_audit(run: Run) -> str:
     command = audit_command(run.path, run.config)
     if run.audit is not None:
         return visible(again(run.audit, command))
-    if run.python:
+    if command == "trainer.audit":
         return "trainer.audit() in Python, or audit.every"
-    return visible(command) or "audit.every in a new run, since run.save_every: 0 saves no checkpoint to audit"
+    why = "" if run.python else ", since run.save_every: 0 saves no checkpoint to audit"
+    return visible(command) or f"audit.every in a new run{why}"
 
 
 def credit_error(run: Run, iteration: int) -> tuple[float, int] | None:

@@ -146,6 +146,11 @@ def steps(
     """
     if not isinstance(resume, bool):  # Transformers' trainers take a folder here
         raise ConfigError(f"resume_from_checkpoint is {resume!r}; it must be true or false, for the run in run.dir")
+    if trainer.summary is not None and trainer.summary.stopped_by != INTERRUPT:  # its rates and files are at their end
+        folder = str(trainer.record.folder.path)
+        raise ConfigError(
+            f"this trainer's run, {folder!r}, has ended; make a new trainer to continue it, or to begin one"
+        )
     try:
         with trainer.record.processes.watched(trainer.record.log):
             return (yield from _steps(trainer, resume, reserve, weights, first, by_hand))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tokencredit.core.estimator_table import AgentEstimatorName
+from tokencredit.core.estimator_table import AGENT_ESTIMATORS, AgentEstimatorName
 from tokencredit.settings.fields import Group, check, refuse, refuse_unused, setting
 from tokencredit.settings.model import EXISTS, LEARNS, CriticTraining
 from tokencredit.settings.parts import Part
@@ -87,6 +87,7 @@ class AgentCriticConfig(CriticTraining):
     lr: float = setting(2.5e-4, needs=LEARNS, above=0)
     """Learning rate of the critic's own parameters."""
     coef: float = setting(1.0, needs=EXISTS, at_least=0)
+    clip: float | None = setting(0.2, needs=(EXISTS, "algorithm: not policy_gradient or epochs"), above=0)
 
 
 @dataclass
@@ -96,8 +97,12 @@ class AgentAdvantageConfig(AdvantageSettings):
     estimator: AgentEstimatorName | Part = "gae"
     """Advantage estimator, or your own (docs/your-own.md). See docs/algorithms.md for a comparison. Those that compare
     scores of texts are not for agents."""
-    gamma: float = setting(0.99, needs=read_by("gamma"), at_least=0, at_most=1)
+    gamma: float = setting(0.99, needs=read_by("gamma", AGENT_ESTIMATORS), at_least=0, at_most=1)
     """Discount factor per environment step, with a horizon of 1/(1 − gamma) steps."""
+    lam_returns: float = setting(1.0, needs=read_by("lam_returns", AGENT_ESTIMATORS), at_least=0, at_most=1)
+    """λ of the critic's targets, in decoupled_gae."""
+    alpha: float = setting(0.05, needs=read_by("alpha", AGENT_ESTIMATORS), above=0)
+    """α of an estimator of your own."""
     whiten: Literal["none", "batch", "minibatch"] = "minibatch"
     bootstrap: bool = setting(True, needs="critic.kind: not none")
     """Bootstrap from the critic where a time limit cut an episode off; false treats the limit as its end, worth 0. The
@@ -161,7 +166,7 @@ class ControlConfig(Configuration):
     """Seed of all randomness."""
     algorithm: Literal["ppo", "policy_gradient"] = "ppo"
     """Algorithm: PPO, or a plain policy gradient, which takes one step on the whole batch. Of ppo.* the latter reads
-    entropy_coef and micro_batch_tokens only."""
+    entropy_coef, micro_batch_tokens, and a loss of your own."""
     env: EnvConfig = field(default_factory=EnvConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     critic: AgentCriticConfig = field(default_factory=AgentCriticConfig)
@@ -193,7 +198,7 @@ class ControlConfig(Configuration):
             refuse(self, "agent.hidden", "each width must be at least 1")
         if agent.policy == "transformer" and (len(set(agent.hidden)) != 1 or agent.hidden[0] % agent.heads):
             refuse(self, "agent.hidden agent.heads", "a transformer needs blocks of one width, a multiple of its heads")
-        if self.algorithm == "ppo" and batch % self.ppo.minibatches:
-            refuse(self, "ppo.minibatches env.number steps", f"it must divide env.number × steps, {batch}")
+        if self.algorithm == "ppo" and self.ppo.minibatches > batch:
+            refuse(self, "ppo.minibatches env.number steps", f"it must be at most env.number × steps, {batch}")
         self.advantage.check_critic(self.critic)
         refuse_unused(self)

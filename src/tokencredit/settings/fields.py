@@ -9,7 +9,7 @@ import json
 import operator
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import (
@@ -81,7 +81,9 @@ class Group(Named):
 
 
 def require_config(config: Any, kind: type[Config]) -> Config:
-    """The configuration, checked again, since fields may have been changed since; None gives the default.
+    """A copy of the configuration, checked again, since fields may have been changed since; None gives the default.
+
+    What the caller changes afterwards, such as the seed for the next run, then changes nothing of this one.
 
     Raises:
         ConfigError: it is something else, such as a dict, or has an invalid value.
@@ -93,7 +95,18 @@ def require_config(config: Any, kind: type[Config]) -> Config:
             f"args is a {type(config).__name__}; give a {kind.__name__}, such as {kind.__name__}.from_dict(…)"
         )
     config.__post_init__()  # type: ignore[attr-defined]
-    return config
+    copied: Config = _copied(config)
+    return copied
+
+
+def _copied(value: Any) -> Any:
+    """A copy of settings and of what they contain; parts of the user's as they are."""
+    if isinstance(value, Named):
+        made: Any = value
+        return replace(made, **{item.name: _copied(getattr(made, item.name)) for item in fields(made)})
+    if type(value) is dict:
+        return {key: _copied(x) for key, x in value.items()}
+    return [_copied(x) for x in value] if type(value) is list else value
 
 
 def no_group(key: str, value: Any, name: str) -> str:

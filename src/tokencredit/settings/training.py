@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
@@ -21,9 +21,9 @@ UNREAD = Estimator("baseline", SETTINGS)
 """What an estimator of a file may read, until its code is loaded."""
 
 
-def read_by(key: str) -> str:
+def read_by(key: str, estimators: Iterable[str] = ESTIMATORS) -> str:
     """The condition that the estimator reads this key of `core.estimator_table.SETTINGS`."""
-    return f"estimator: {', '.join([*(name for name, spec in ESTIMATORS.items() if key in spec.settings), OWN])}"
+    return f"estimator: {', '.join([*(name for name in estimators if key in ESTIMATORS[name].settings), OWN])}"
 
 
 STEPWISE = [*(name for name, spec in ESTIMATORS.items() if "gamma" in spec.settings), OWN]

@@ -117,7 +117,7 @@ class PPOTrainer(LoopByHand):
         self.processes = Processes(args.run.timeout)
         setup.check_batch_size(args, self.processes.count)
         with rng.isolated():
-            torch.manual_seed(args.seed)  # for draws by libraries, such as new layers' weights
+            rng.seed_all(args.seed)  # for draws by libraries, such as new layers' weights, and by user code
             environments = setup.environments_of(args, environment_factory, tools)
             terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
             sharding = Sharding.of(args, self.processes)
@@ -186,7 +186,7 @@ class PPOTrainer(LoopByHand):
         if self.remaining is not None:
             raise ConfigError("this run was begun by hand: go on with learn(batch), or close() and resume it")
         with rng.isolated():
-            rng.set_torch_state(self.rng)
+            rng.set_random_state(self.rng)
             try:
                 return run(self, **self.start(resume_from_checkpoint))
             finally:
@@ -324,7 +324,7 @@ class PPOTrainer(LoopByHand):
         Returns the metrics; none if a number is not finite, or the engine is lost.
         """
         try:
-            with self.stages("evaluation") as results:
+            with self.stages("evaluation") as results, rng.preserved():  # a reward may draw from the global generators
                 metrics = results["metrics"] = evaluate(self.pipeline, self.eval_prompts, self.args)
         except (UnusableBatch, EngineLost) as error:
             self.record.event(f"an evaluation is skipped: {error}")

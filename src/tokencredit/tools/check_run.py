@@ -17,7 +17,7 @@ from tokencredit.errors import ConfigError, NotInstalled, RunStopped, naming
 from tokencredit.runs.folder import RunFolder
 from tokencredit.runs.summary import figure, shortened
 from tokencredit.runs.trackers import Trackers
-from tokencredit.settings.fields import refuse_unused
+from tokencredit.settings.fields import refuse_unused, require_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text import ppo_setup as setup
 from tokencredit.text.data.hub import check_push
@@ -67,7 +67,7 @@ def check(config: PPOConfig, **given: Any) -> list[Finding]:
     `given` are `reward_funcs`, `train_dataset` and `eval_dataset` of `PPOTrainer`. A check that fails does not end the
     list.
     """
-    known, findings = Known(config, **given), list[Finding]()
+    known, findings = Known(require_config(config, PPOConfig), **given), list[Finding]()
     for part, examine in CHECKS.items():
         try:
             for state, text in examine(known):  # what was found before a failure stays

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.learn.objective import Objective
 from tokencredit.learn.own_loss import LOSS_INPUTS
 from tokencredit.learn.rng import preserved
+from tokencredit.provenance.parts import is_users
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.parts import PYTHON, is_own, label_of, name_of
@@ -79,6 +81,28 @@ def guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
     return call
 
 
+def guarded_class(loss: type[Objective], what: str) -> type[Objective]:
+    """A subclass of a user's objective whose own methods are guarded."""
+    own = {
+        name: guarded(method, what)
+        for name, method in inspect.getmembers(loss, inspect.isfunction)
+        if is_users(method) and not isinstance(inspect.getattr_static(loss, name), staticmethod)
+    }
+    return type(loss.__name__, (loss,), {"__module__": loss.__module__, "__qualname__": loss.__qualname__} | own)
+
+
+def check_fields(loss: type[Objective], name: str, kwargs: Collection[str]) -> None:
+    """Raise `ConfigError` for a keyword that is no field of a user's objective, or one that the run gives it."""
+    parameters = inspect.signature(loss).parameters.values()
+    taken = [x.name for x in parameters if x.name not in {field.name for field in fields(Objective)}]
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        return
+    if other := sorted(set(kwargs) - set(taken)):
+        raise ConfigError(
+            f"ppo.kwargs has {other[0]!r}, which {name} does not take from there; it takes {', '.join(taken) or 'none'}"
+        )
+
+
 def _copied(value: Any) -> Any:
     """A tensor's copy; others, and those of the graph of gradients, as they are."""
     return value.clone() if isinstance(value, Tensor) and not value.requires_grad else value
@@ -96,7 +120,8 @@ def load_loss(args: Update) -> Update:
     name = name_of(loss)
     known = (*LOSS_INPUTS, "clip", "dual_clip")
     if isinstance(loss, type) and issubclass(loss, Objective):
-        return replace(args, loss=loss)
+        check_fields(loss, name, args.kwargs)
+        return replace(args, loss=guarded_class(loss, f"ppo.loss {name}"))
     if not callable(loss) or isinstance(loss, type):
         shown = label_of(args.loss)
         raise ConfigError(f"ppo.loss {shown} is neither a function nor a subclass of Objective (docs/your-own.md)")

@@ -25,6 +25,7 @@ from tokencredit.control.agent_rollout import AgentRollout, rollout_of
 from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
 from tokencredit.control.environment_wrappers import environment_errors
 from tokencredit.control.vector_environments import scaled_rewards
+from tokencredit.core.estimator_table import AGENT_ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import isolated
 from tokencredit.runs.folder import AUDIT
@@ -233,6 +234,8 @@ class AgentAuditor:
         args, has_critic = self.args.advantage, rollout.values is not None
         by_label = variants(args.estimator, args.options(), values=has_critic, texts=False, groups=False)
         for label, variant in by_label.items():
+            if isinstance(variant.name, str) and variant.name not in AGENT_ESTIMATORS:
+                continue
             variant_rollout = rollout if variant.critic else replace(rollout, values=None, bootstrap=None)
             estimator = replace(args, **{**variant.options, "estimator": variant.name})
             yield label, variant_rollout.credit(estimator, self.agent)[0]

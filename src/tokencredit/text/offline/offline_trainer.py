@@ -24,6 +24,7 @@ from tokencredit.report.page import LARGEST, write_final_report
 from tokencredit.runs.loop import Iteration, State, Trainer, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
+from tokencredit.settings.fields import require_config
 from tokencredit.settings.offline import DPOConfig, OfflineSettings
 from tokencredit.settings.run_kind import refuse_python, run_kind_of
 from tokencredit.text.data.datasets import Rows
@@ -49,6 +50,7 @@ class OfflineTrainer(Trainer):
             train_dataset: rows in place of `data.dataset`, as a `datasets.Dataset` or a list of dicts.
             eval_dataset: the same for held-out rows, in place of `eval.dataset`.
         """
+        args = require_config(args, OfflineSettings)
         given = [name for name, rows in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)) if rows]
         refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.processes = Processes(args.run.timeout)
@@ -56,7 +58,7 @@ class OfflineTrainer(Trainer):
         if size % processes:
             raise ConfigError(f"data.batch_size is {size}; it must be a multiple of the {processes} processes")
         with rng.isolated():
-            torch.manual_seed(args.seed)
+            rng.seed_all(args.seed)
             self.model: Model = load_model(args)
             lm = self.model.lm
             precision = choose_precision(args.model.dtype, self.processes, args.run.dir)
@@ -76,7 +78,7 @@ class OfflineTrainer(Trainer):
             self.origin: State = dict(self.model.start) | {"data": data}
             torch.nn.Module.to(lm, precision.device)
             self.loss = OfflineLoss(args, lm, self.model.tokenizer, precision)
-            self.rng = rng.torch_state()
+            self.rng = rng.random_state()
         self.precision, self.notes = precision, [*precision.notes, *self.notes]
         self.wrapped = self.processes.wrap(lm)
         self.parameters = trainable(lm)
@@ -96,7 +98,7 @@ class OfflineTrainer(Trainer):
         """Run all iterations, write the run's folder, and return its summary; raises as `PPOTrainer.train`."""
         size = nbytes(self.model.lm.parameters())
         with rng.isolated():
-            rng.set_torch_state(self.rng)
+            rng.set_random_state(self.rng)
             if isinstance(self.args, DPOConfig) and not self.drawn:  # before weights are trained or loaded
                 places = range(min(self.steps * self.args.data.batch_size, len(self.examples)))
                 read = sorted({self._position(place) for place in places})
