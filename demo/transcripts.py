@@ -32,7 +32,7 @@ def wander(view: str, rng: random.Random) -> str:
 def grid_pieces(rng: random.Random) -> list[str]:
     """An episode on the grid: prompt, turn, observation, turn and so on, up to the last turn."""
     world, done = Grid(), False
-    pieces = [world.reset({"seed": rng.getrandbits(62)})]
+    pieces = [str(world.reset({"seed": rng.getrandbits(62)}))]
     while not done:
         pieces.append(f" {wander(pieces[-1], rng)}")
         view, _, done = world.step(pieces[-1])

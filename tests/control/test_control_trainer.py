@@ -30,6 +30,7 @@ from tokencredit.settings.control import (
     AgentConfig,
     AgentCriticConfig,
     AgentRunConfig,
+    AgentStopConfig,
     AgentUpdateConfig,
     EnvConfig,
     EpisodesConfig,
@@ -441,6 +442,47 @@ def test_an_environment_of_the_user_is_a_part_of_the_run(tmp_path, monkeypatch, 
     assert main(["play", str(tmp_path / "run"), "--episodes", "1"]) == 0
     assert re.search(r"the environment is Kinder\(.*; the agent was trained in Faulty \(", capsys.readouterr().out)
     assert "env.id" not in ControlTrainer(small(tmp_path / "other")).record.parts, "CartPole is Gymnasium's"
+
+
+def test_a_trainer_keeps_its_settings_and_its_run_ends_once(tmp_path):
+    args = small(tmp_path / "first")
+    trainer = ControlTrainer(args)
+    args.optim.lr, args.env.kwargs["max_episode_steps"] = 0.5, 7
+    args.run.dir = str(tmp_path / "second")
+    trainer.train()
+    assert "max_episode_steps" not in (tmp_path / "first" / "config.yaml").read_text()
+    assert read_metrics(tmp_path / "first")[0]["lr"] < 0.01
+    trainer.args.run.iterations = 5
+    with pytest.raises(ConfigError, match=r"first', has ended; make a new trainer to continue it, or to begin one$"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+class Drawing(CartPoleEnv):
+    """Draws from NumPy's global generator."""
+
+    def reset(self, *, seed=None, options=None):
+        state, info = super().reset(seed=seed, options=options)
+        return state + np.random.normal(0, 0.01, 4).astype(np.float32), info
+
+
+gym.register("Drawing-v0", Drawing, max_episode_steps=20)
+
+
+def test_evaluations_draw_nothing_from_the_runs_generators(tmp_path):
+    def trained(name, every):
+        args = small(tmp_path / name, env=EnvConfig("Drawing-v0", 2), eval=EpisodesConfig(every, episodes=2))
+        np.random.seed(len(name))
+        ControlTrainer(args).train()
+        return [m["policy_loss"] for m in read_metrics(tmp_path / name)]
+
+    assert trained("evaluated", 1) == trained("not", 0), "nor does the caller's NumPy matter"
+
+
+def test_a_run_that_its_reward_stops_is_evaluated(tmp_path):
+    summary = ControlTrainer(small(tmp_path / "run", stop=AgentStopConfig(reward=5.0, patience=2))).train()
+    metrics = read_metrics(tmp_path / "run")
+    assert (summary.stopped_by, len(metrics)) == ("stop.reward", 2)
+    assert ["eval/average_return" in m for m in metrics] == [False, True]
 
 
 def test_a_script_gets_the_interrupt_and_the_summary_stays(tmp_path, monkeypatch):

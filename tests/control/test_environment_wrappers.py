@@ -91,6 +91,39 @@ def test_a_copy_that_cannot_be_brought_back_begins_a_new_return():
     assert layer.accumulated_reward.tolist() == pytest.approx([1.99])
 
 
+@pytest.mark.parametrize("steps", [4, 5], ids=["in an episode", "at its end"])
+def test_a_copy_restored_once_more_before_its_next_step_goes_on_where_it_was(steps):
+    """At the end of an episode the environments here are another copy of the state, not yet reset."""
+    envs, others, third = (make("cut", 2, normalize_rewards=True) for _ in range(3))
+    rewards(envs, steps)
+    assert restore_envs(others, deepcopy(save_envs(envs))) == []
+    rewards(third, 5)  # Gymnasium would reset its copies in the next step
+    assert restore_envs(third, deepcopy(save_envs(others))) == []
+    assert rewards(third, 9) == rewards(envs, 9)
+
+
+class Lapse(Steps):
+    """Its third reward and observation are not finite."""
+
+    def step(self, action):
+        observation, reward, *rest = super().step(action)
+        return (observation * np.nan, np.nan, *rest) if self.count == 3 else (observation, reward, *rest)
+
+
+gym.register("Lapse-v0", Lapse)
+
+
+def test_numbers_that_are_not_finite_stay_out_of_the_statistics():
+    scaling = {"normalize_observations": True, "normalize_rewards": True}
+    envs = make_envs(EnvConfig("Lapse-v0", kwargs={"by": "cut"}, **scaling), 1, 0.99)
+    envs.reset(seed=1)
+    paid = np.array(rewards(envs, 12))
+    assert np.isnan(paid[2])
+    assert np.isfinite(paid[6:8]).all(), "in the next episode"
+    assert statistics(envs)["observations"].mean == pytest.approx([24 / 11], abs=1e-3)
+    assert np.isfinite(statistics(envs)["rewards"].var)
+
+
 @pytest.mark.parametrize("by", ["cut", "end"])
 def test_each_observation_counts_once_the_first_and_the_last_of_an_episode_too(by):
     envs = make(by, normalize_observations=True)

@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 from helpers.commands import wait_for
 from tokencredit.distributed.job import Job
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, ProcessLost
+from tokencredit.errors import ConfigError, ProcessLost, RunStopped
 
 
 @pytest.fixture
@@ -74,16 +74,27 @@ def test_one_process_says_an_error_of_process_0_that_all_agreed_on(store, monkey
     assert not main.ended("the disk is full")
 
 
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ConfigError("the folder is in use")])
+def failed_in(part):
+    error = RunStopped("it raised")
+    error.stopped_by, error.parts = "an environment that failed", part
+    return error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), ConfigError("the folder is in use"), failed_in("env.factory")]
+)
 def test_all_processes_raise_the_kind_of_error_that_one_had(error, monkeypatch):
     processes, said = Processes(), []
     monkeypatch.setattr(processes, "texts", lambda text: said.append(text) or [text])
-    with pytest.raises(type(error)) as caught, processes.agreed(OSError, ConfigError):
+    kinds = OSError, ConfigError, RunStopped
+    with pytest.raises(type(error)) as caught, processes.agreed(*kinds):
         raise error
     assert caught.value is error
     monkeypatch.setattr(processes, "texts", lambda text: [*said, text])
-    with pytest.raises(type(error), match=f"process 0: .*{error.args[-1]}"), processes.agreed(OSError, ConfigError):
+    with pytest.raises(type(error), match=f"process 0: .*{error.args[-1]}") as caught, processes.agreed(*kinds):
         pass
+    names = "stopped_by", "parts"
+    assert [getattr(caught.value, x, "") for x in names] == [getattr(error, x, "") for x in names]
     assert len(said) == 1, "one exchange, whatever the kind"
 
 

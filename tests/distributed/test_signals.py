@@ -9,6 +9,9 @@ from functools import partial
 
 import pytest
 
+from tokencredit.distributed.processes import Processes
+from tokencredit.distributed.signals import Signals
+
 # Whoever started the tests in the background of a shell has told them, and us, to ignore Ctrl-C.
 HEEDING = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)}
 LINE = "tokencredit: interrupted"
@@ -102,6 +105,14 @@ with Signals() as signals:
     os.kill(os.getpid(), signal.SIGHUP)
     Path(sys.argv[1]).write_text(signals.received.name)
 """
+
+
+def test_a_signal_between_two_iterations_is_kept_while_the_caller_works():
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with signals.released():
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signals.request(Processes()) == "SIGTERM"
 
 
 def test_a_closed_terminal_stops_a_run_after_its_iteration(tmp_path):

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tokencredit.distributed.heartbeats import Heartbeats
 from tokencredit.distributed.job import Job, launched
 from tokencredit.distributed.sharding import sharded_in
-from tokencredit.errors import ConfigError, OutOfMemory
+from tokencredit.errors import ConfigError, OutOfMemory, RunStopped
 
 M_MMAP_THRESHOLD = -3
 """The parameter of glibc's mallopt(3)."""
@@ -147,9 +147,12 @@ class Processes:
         if error is not None and own == worst:
             raise error
         rank = next(rank for rank, (number, *_) in errors.items() if number == worst)
-        _, message, code, file = errors[rank]
+        _, message, code, file, about = errors[rank]
         kind, message = kinds[worst], f"process {rank}: {message}"
-        raise OSError(code, message, file) if kind is OSError else kind(message)
+        sent: Exception = OSError(code, message, file) if kind is OSError else kind(message)
+        for name, value in about.items():
+            setattr(sent, name, value)
+        raise sent
 
     def max(self, tensor: Tensor) -> Tensor:
         """The elementwise maximum of a tensor over all processes."""
@@ -316,11 +319,12 @@ def lack_of_memory(message: str) -> Iterator[None]:
         raise OutOfMemory(message) from error
 
 
-def _described(error: Exception) -> tuple[str, int, str | None]:
-    """Message of an error; for an `OSError` also its number and its file."""
+def _described(error: Exception) -> tuple[str, int, str | None, dict[str, str]]:
+    """Message of an error; for an `OSError` also its number and its file, for a `RunStopped` what it says by names."""
     if isinstance(error, OSError):
-        return error.strerror or str(error), error.errno or errno.EIO, error.filename and str(error.filename)
-    return str(error) or type(error).__name__, 0, None
+        return error.strerror or str(error), error.errno or errno.EIO, error.filename and str(error.filename), {}
+    about = {name: getattr(error, name) for name in ("stopped_by", "parts") if isinstance(error, RunStopped)}
+    return str(error) or type(error).__name__, 0, None, about
 
 
 def connection_lost(error: BaseException) -> bool:

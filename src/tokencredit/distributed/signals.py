@@ -77,11 +77,14 @@ class Signals:
 
     def __enter__(self) -> Signals:
         self.received = None
+        self._watch()
+        return self
+
+    def _watch(self) -> None:
         if threading.current_thread() is threading.main_thread():
             # Signals that the caller ignores, as under `nohup`, stay ignored.
             watched = [number for number in WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._handle) for number in watched}
-        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -89,12 +92,12 @@ class Signals:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """A context within the block in which the caller's handlers are back."""
+        """A context within the block in which the caller's handlers are back; what was received stays."""
         self.__exit__()
         try:
             yield
         finally:
-            self.__enter__()
+            self._watch()
 
     def overdue(self) -> bool:
         """True `GRACE` seconds after a signal that this process received."""

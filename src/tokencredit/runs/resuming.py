@@ -34,6 +34,10 @@ FREE = (
     "critic.coef",
     "critic.clip",
     "env.processes",
+    "env.max_turns",
+    "env.turn_tokens",
+    "env.observation_tokens",
+    "env.timeout",
 )
 """Exceptions, which may change."""
 FINGERPRINTED = ("model.name", "model", "processing_class")

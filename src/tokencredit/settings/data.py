@@ -235,9 +235,16 @@ class EnvironmentConfig(Group):
         if self.kwargs and self.factory is None:
             refuse(self, "kwargs", "they are arguments of env.factory; give it, or leave them out", "env.")
 
+
+@dataclass
+class EvaluationEnvironmentConfig(EnvironmentConfig):
+    """The environment of an evaluation; null for the run's, and for its limits."""
+
+    max_turns: int | None = setting(None, needs=SEVERAL, at_least=1)  # type: ignore[assignment]
+    observation_tokens: int | None = setting(None, needs=SEVERAL, at_least=1)  # type: ignore[assignment]
+    timeout: float | None = setting(None, needs=SEVERAL, above=0)  # type: ignore[assignment]
+
     def within(self, run: EnvironmentConfig) -> EnvironmentConfig:
-        """This environment, or without one the run's, with the run's limits in place of those that are defaults."""
-        default = EnvironmentConfig()
-        own = ("factory", "kwargs") if self.factory is not None else ()
-        limits = {name: x for name, x in vars(run).items() if name not in own}
-        return replace(self, **{name: x for name, x in limits.items() if getattr(self, name) == getattr(default, name)})
+        """The run's environment with what is given here in its place."""
+        given = {name: x for name, x in vars(self).items() if x is not None and name != "kwargs"}
+        return replace(run, **given | ({} if self.factory is None else {"kwargs": self.kwargs}))

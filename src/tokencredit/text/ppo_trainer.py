@@ -280,7 +280,9 @@ class PPOTrainer(LoopByHand):
         batch = self.handed or self.pipeline.drawn(partial(self.source.sample, later), **self.drawing())
         scored = self.scored(batch)
         events = episode_events(scored.episodes or ()) | end_event(self.credit.prefixes, self.tokenizer)
-        for name, line in events.items():
+        for name, line in (
+            pair for own in self.processes.texts(json.dumps(events)) for pair in json.loads(own).items()
+        ):
             self._report_once(name, line)
         return scored
 

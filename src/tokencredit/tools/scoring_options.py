@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.data import EvaluationEnvironmentConfig, FunctionTerm, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import Named, check, refuse_unused, setting
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, SamplingConfig
 from tokencredit.settings.run_kind import ModelSource, refuse_foreign_code, with_engine
@@ -198,9 +198,8 @@ class EvaluateOptions(ScoringOptions):
     """Number of prompts; null for the run's, or 64."""
     best_of: int | None = setting(None, at_least=1)
     """Completions per prompt; null for the run's, or 1."""
-    env: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Environment, with the keys of `tokencredit train`; the run's without one. Limits, such as env.max_turns, are the
-    run's unless they differ from their defaults."""
+    env: EvaluationEnvironmentConfig = field(default_factory=EvaluationEnvironmentConfig)
+    """Environment, with the keys of `tokencredit train`; null for the run's, and for its limits."""
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call; empty for the run's."""
 

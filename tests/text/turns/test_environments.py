@@ -9,6 +9,7 @@ from tokencredit.settings.run_kind import foreign_code
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.turns.protocols.episode import Turn
 
 PROMPT = [{"role": "user", "content": "Hello."}]
 FILE = '''
@@ -106,6 +107,18 @@ def test_an_environment_and_a_tool_are_loaded_from_a_file(file):
     assert begun.environment.level == 2
     search = begun.tools[0]
     assert search("x"), "a file is run once for its class and its function"
+
+
+def test_each_environment_has_its_own_copy_of_the_arguments(tmp_path):
+    source = (
+        "class Deck:\n    def __init__(self, cards): self.cards = cards\n    def reset(self, row): return 'Draw.'\n"
+    )
+    (tmp_path / "deck.py").write_text(f"{source}    def step(self, text): return '', self.cards.pop(), True\n")
+    runs = load(factory=f"{tmp_path / 'deck.py'}:Deck", kwargs={"cards": [1.0, 2.0]})
+    episodes = runs.begin([{}, {}], [1, 2])
+    for begun in episodes:
+        begun.start()
+    assert [begun.reply(Turn([], "")).reward for begun in episodes] == [2.0, 2.0]
 
 
 def test_an_environment_with_step_has_no_tools(file):

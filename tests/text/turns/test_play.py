@@ -8,7 +8,7 @@ import torch
 
 from tokencredit.core.masked import extents
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import RunStopped
 from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.text import PPOConfig
@@ -19,6 +19,7 @@ from tokencredit.text.models.run_models import build_models, load_start
 from tokencredit.text.ppo_setup import build_pipeline
 from tokencredit.text.rollout_passes import rollout_logprobs
 from tokencredit.text.turns.environments import load_environments
+from tokencredit.text.turns.protocols.factories import EnvironmentFailed
 
 SETTINGS = SamplingConfig(max_new_tokens=120)
 
@@ -228,5 +229,5 @@ def test_texts_and_conversations_do_not_mix(player):
             text = super().reset(row)
             return text if row["first"] else [{"role": "user", "content": text}]
 
-    with pytest.raises(ConfigError, match="reset gave plain texts and conversations"):
+    with pytest.raises(EnvironmentFailed, match="reset gave plain texts and conversations"):
         play(player(Mixed), rows=[{"first": row == 0} for row in range(6)])

@@ -14,7 +14,13 @@ from helpers.files import read_events, read_metrics
 from helpers.proofs import proofs
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
-from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
+from tokencredit.settings.data import (
+    EnvironmentConfig,
+    EvaluationEnvironmentConfig,
+    FunctionTerm,
+    PromptsConfig,
+    ScoreConfig,
+)
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_kind import read_source
@@ -279,7 +285,7 @@ def test_evaluations_of_a_run_from_python_keep_its_limits(tmp_path, capsys):
     PPOTrainer(args=from_python(folder), environment_factory=Dice).train()
     assert "generate" in (told := capsys.readouterr().out)
     assert "--prompt TEXT" in told, "the folder has no environment to play in"
-    source, given = read_source(str(folder)), EnvironmentConfig(factory="builtin:grid", timeout=5.0)
+    source, given = read_source(str(folder)), EvaluationEnvironmentConfig(factory="builtin:grid", timeout=5.0)
     config = EvaluateOptions(env=given).configure(source, ["environment_factory"])
     assert config.env == EnvironmentConfig(factory="builtin:grid", turn_tokens=6, max_turns=4, timeout=5.0)
 
@@ -290,12 +296,12 @@ def test_an_evaluation_keeps_what_it_does_not_replace():
     source = replace(source, config=PPOConfig(env=own, tools=["a.py:f"]), scored=True)
     assert EvaluateOptions(tools=["b.py:g"]).configure(source, []).env == own
     for tools in ([], ["b.py:g"]):
-        limited = EvaluateOptions(tools=tools, env=EnvironmentConfig(max_turns=3)).configure(source, [])
-        assert limited.env == replace(own, max_turns=3)
+        limited = EvaluateOptions(tools=tools, env=EvaluationEnvironmentConfig(max_turns=8)).configure(source, [])
+        assert limited.env == replace(own, max_turns=8), "which is the default"
     plain = replace(source, config=PPOConfig())
     with pytest.raises(ConfigError, match=r"env\.max_turns is 3, which has no effect without env\.factory"):
-        EvaluateOptions(env=EnvironmentConfig(max_turns=3)).configure(plain, [])
-    other = EvaluateOptions(env=EnvironmentConfig(factory="builtin:calculator")).configure(source, [])
+        EvaluateOptions(env=EvaluationEnvironmentConfig(max_turns=3)).configure(plain, [])
+    other = EvaluateOptions(env=EvaluationEnvironmentConfig(factory="builtin:calculator")).configure(source, [])
     assert (other.env.factory, other.env.max_turns, other.tools) == ("builtin:calculator", 4, ["a.py:f"])
 
 

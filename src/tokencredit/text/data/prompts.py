@@ -117,8 +117,7 @@ class Prompts:
             seed: seed of the order; None keeps the data's order.
         """
         config = config or PromptsConfig()
-        if config.add_bos and tokenizer.bos_token_id is None:
-            raise ConfigError(f"{keys}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
+        check_bos(tokenizer, config, keys)
         self.role = config.role
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
@@ -338,6 +337,12 @@ def as_ids(prompt: Any) -> Ids | None:
     """Token ids: those of a list of integers, an array or a tensor; None for other prompts."""
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     return tuple(listed) if isinstance(listed, list) and listed and all(type(x) is int for x in listed) else None
+
+
+def check_bos(tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, keys: str = "prompts") -> None:
+    """Raise `ConfigError` if `add_bos` demands a token that the tokenizer lacks."""
+    if config.add_bos and tokenizer.bos_token_id is None:
+        raise ConfigError(f"{keys}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
 
 
 def load_prompts(

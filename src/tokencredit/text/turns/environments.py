@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from bisect import insort
 from collections import Counter
@@ -203,7 +204,7 @@ def load_factory(config: EnvironmentConfig) -> tuple[str, Any]:
     label = f"env.factory {config.factory}"
     package, _, name = config.factory.partition(":")
     if package in ADAPTERS:
-        return label, partial(load_object(ADAPTERS[package], "environment"), name, **config.kwargs)
+        return label, _with_copies(partial(load_object(ADAPTERS[package], "environment"), name), config.kwargs)
     with naming(label):
         if ":" not in config.factory or (config.factory.startswith("builtin:") and config.factory not in BUILT_IN):
             raise ConfigError(f"it must be one of {', '.join(BUILT_IN)}, 'pkg.module:name' or 'path/file.py:name'")
@@ -213,4 +214,9 @@ def load_factory(config: EnvironmentConfig) -> tuple[str, Any]:
         if not callable(create):
             raise ConfigError("env.kwargs is given, and this takes no arguments; leave it out")
         check_kwargs(config.factory, create, config.kwargs)
-    return label, partial(create, **config.kwargs)
+    return label, _with_copies(create, config.kwargs)
+
+
+def _with_copies(create: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """Create environments, each with its own copy of the arguments, which it may change."""
+    return lambda: create(**copy.deepcopy(dict(kwargs)))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import RunStopped
 from tokencredit.settings.data import EnvironmentConfig, PromptsConfig
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.data.prompts import Prompt, PromptBatch
+from tokencredit.text.data.prompts import Prompt, PromptBatch, check_bos
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Conversation, Engine
@@ -23,6 +23,7 @@ from tokencredit.text.turns.chat.framing import ChatFraming, Framing, TextFramin
 from tokencredit.text.turns.environments import Environments
 from tokencredit.text.turns.episode_record import Span, Transcript, episode_record
 from tokencredit.text.turns.protocols.episode import TERMINATED, Episode, Reply, fit
+from tokencredit.text.turns.protocols.factories import EnvironmentFailed
 from tokencredit.text.turns.replay import EpisodeStart, Replayed, replay, require_equal
 from tokencredit.user_code.workers import Workers
 
@@ -51,6 +52,7 @@ class Framings:
         self, tokenizer: PreTrainedTokenizerBase, environments: Environments, config: PromptsConfig, ends: Sequence[int]
     ):
         """Check the tokenizer's chat template now if there are tools, and else with the first conversation."""
+        check_bos(tokenizer, config)
         self.text = TextFraming(tokenizer, config)
         self._build_chat = partial(ChatFraming, tokenizer, config, uses_tools=bool(environments.tools), end_ids=ends)
         self._chat = self._build_chat() if environments.tools else None
@@ -59,7 +61,9 @@ class Framings:
         """The framing of a batch of prompts, which must be all texts or all conversations."""
         texts = {isinstance(prompt, str) for prompt in prompts}
         if len(texts) > 1:
-            raise ConfigError("reset gave plain texts and conversations; all prompts of a run must be of one kind")
+            raise EnvironmentFailed(
+                "reset gave plain texts and conversations; all prompts of a run must be of one kind"
+            )
         if texts == {True}:
             return self.text
         self._chat = self._chat or self._build_chat()
@@ -245,7 +249,8 @@ class EpisodeState:
     def _record(self, row: int, reply: Reply) -> list[int] | None:
         """Record a reply; returns the tokens of its observation, or None at the end of the episode."""
         transcript, config = self.transcripts[row], self.player.config
-        reply = fit(reply, config.observation_tokens, self.player.framings.text.tokenizer)
+        if reply.ending != "error":  # which no policy reads
+            reply = fit(reply, config.observation_tokens, self.player.framings.text.tokenizer)
         transcript.replies.append(reply)
         left, cut = self.conversation.left(row), self.cut.pop(row)
         if reply.ending is not None:

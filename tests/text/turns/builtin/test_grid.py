@@ -32,6 +32,11 @@ def begin(start, goal, holes):
     return world
 
 
+def test_the_rules_follow_the_prompt():
+    rules = Grid().reset({"seed": 3})
+    assert Grid().reset({"seed": 3, "prompt": "Play well. "}) == f"Play well. {rules}"
+
+
 def test_a_walk_to_the_goal_pays_once_at_its_end():
     world = begin((0, 0), (1, 2), {(0, 1)})
     text = "\nMoved.\nGoal: 0 down 2 right\nUp: free\nDown: free\nLeft: wall\nRight: free\nMove:"

@@ -106,6 +106,20 @@ def test_a_factory_of_several_classes_is_refused():
         scored(environments(lambda: next(kinds)()), [{"pay": 2}] * 2)
 
 
+def test_each_reward_is_asked_for_once_though_another_fails():
+    asked = []
+
+    class Counting(Paying):
+        def get_reward(self):
+            asked.append(self.pay)
+            return super().get_reward()
+
+    with pytest.raises(RewardError):
+        scored(environments(Counting), [{"pay": 1}, {"pay": OSError("no judge")}])
+    assert asked[0] == 1
+    assert len(asked) == 2
+
+
 def test_rewards_are_asked_for_at_the_same_time():
     barrier = threading.Barrier(4)
 
@@ -118,9 +132,7 @@ def test_rewards_are_asked_for_at_the_same_time():
 
 @pytest.mark.parametrize("kind", [Paying, Later])
 def test_a_reward_that_fails_names_its_class(kind):
-    problem = (
-        rf"reward term '{kind.__name__}': get_reward raised OSError: no judge at .*test_own_reward\.py:\d+ .*3 tries"
-    )
+    problem = rf"reward term '{kind.__name__}': get_reward raised OSError: no judge at .*test_own_reward\.py:\d+"
     with pytest.raises(RewardError, match=problem):
         scored(environments(kind), [{"pay": 1}, {"pay": OSError("no judge")}])
     with pytest.raises(RewardError, match=f"reward term '{kind.__name__}' returned 'good'"):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from helpers.turns import environments, episode, said
-from tokencredit.errors import ConfigError
 from tokencredit.text.turns.protocols.episode import Reply
 from tokencredit.text.turns.protocols.factories import EnvironmentFailed
 
@@ -199,7 +198,7 @@ def test_prompts_may_be_messages():
 @pytest.mark.parametrize("prompt", [None, "", [], 3, ["Go"], [{"content": "Go"}], [{"role": "user", "content": 3}], ()])
 def test_a_reset_that_returns_no_prompt_is_a_mistake(prompt):
     with pytest.raises(
-        ConfigError, match=r"environment_factory: reset returned .*; it must return a text, or messages"
+        EnvironmentFailed, match=r"environment_factory: reset returned .*; it must return a text, or messages"
     ):
         episode(returning(None, prompt))
 

@@ -7,6 +7,7 @@ import pytest
 from helpers.turns import called, environments, episode, said, texts
 from tokencredit.errors import ConfigError
 from tokencredit.text.turns.protocols.episode import Reply
+from tokencredit.text.turns.protocols.factories import EnvironmentFailed
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}]
 
@@ -212,7 +213,7 @@ def test_the_environment_may_own_the_data():
 
     assert episode(Own)[1] == [{"role": "user", "content": "7 + 1?"}]
     assert episode(Own, row={"seed": 3})[1] == [{"role": "user", "content": "3 + 1?"}]
-    with pytest.raises(ConfigError, match="an episode has no prompt: neither the data set nor reset gives one"):
+    with pytest.raises(EnvironmentFailed, match="an episode has no prompt, neither of the data set nor of reset"):
         episode(Calculator)
 
 
@@ -235,7 +236,7 @@ def test_a_reset_that_returns_something_else_is_a_mistake(returned):
         def reset(self, **row):
             return returned
 
-    with pytest.raises(ConfigError, match="it must return a text, or None"):
+    with pytest.raises(EnvironmentFailed, match="it must return a text, or None"):
         episode(Wrong, row={"prompt": ASKED})
 
 

@@ -6,6 +6,9 @@ import random
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from tokencredit.text.data.prompts import Prompt
+from tokencredit.text.turns.protocols.episode import appended
+
 SIZE, HOLES, MOVES = 4, 3, 8
 DISTANCES = range(2, 5)
 """Lengths of the shortest way from the start to the goal: at most half of the moves, which leaves some for detours."""
@@ -21,11 +24,13 @@ class Grid:
     that reaches the goal. The protocol is that of `step` (docs/turns.md).
     """
 
-    def reset(self, row: Mapping[str, Any]) -> str:
-        """Draw the map of `row["seed"]`; returns the rules and the first view."""
+    def reset(self, row: Mapping[str, Any]) -> Prompt:
+        """Draw the map of `row["seed"]`; returns the rules and the first view, after the row's prompt."""
         self._position, self._goal, self._holes = draw(random.Random(row["seed"]))
         self._moves = 0
-        return f"Reach the goal in {MOVES} moves and avoid the holes.\n{self._view()}"
+        return appended(
+            row.get("prompt") or "", f"Reach the goal in {MOVES} moves and avoid the holes.\n{self._view()}"
+        )
 
     def step(self, completion: str) -> tuple[str, float, bool]:
         """Go in the direction that the completion names; returns the observation, the reward and the end.

@@ -229,6 +229,4 @@ def with_bos(tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, ids: lis
     bos = tokenizer.bos_token_id
     if not config.add_bos or ids[:1] == [bos]:
         return ids
-    if bos is None:
-        raise ConfigError("prompts.add_bos is true, but the tokenizer has no beginning-of-sequence token")
     return [bos, *ids]

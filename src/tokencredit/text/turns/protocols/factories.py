@@ -213,4 +213,5 @@ def own_reward(factory: Factory, workers: Workers, timeout: float) -> Term:
         except (Exception, SystemExit) as error:
             raise RewardError(f"reward term {name!r}: get_reward {described(error)}") from error
 
-    return Term(name, 1.0, by_turn if factory.steps else by_episode)
+    # Without retries, which would call all the others again too: `get_reward` may have effects.
+    return Term(name, 1.0, by_turn if factory.steps else by_episode, retries=0)

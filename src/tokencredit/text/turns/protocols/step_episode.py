@@ -6,7 +6,6 @@ import math
 from numbers import Real
 from typing import Any
 
-from tokencredit.errors import ConfigError
 from tokencredit.text.data.prompts import Prompt
 from tokencredit.text.turns.protocols.episode import (
     Ending,
@@ -19,6 +18,7 @@ from tokencredit.text.turns.protocols.episode import (
     messages_of,
     readable,
 )
+from tokencredit.text.turns.protocols.factories import EnvironmentFailed
 from tokencredit.user_code.user_objects import described
 from tokencredit.user_code.workers import TimedOut, call_within
 
@@ -40,7 +40,7 @@ class StepEpisode(Episode):
             prompt = [prompt]
         self._conversational = not isinstance(prompt, str)
         if not prompt or not readable(prompt):
-            raise ConfigError(
+            raise EnvironmentFailed(
                 f"{self.instance.factory.label}: reset returned {prompt!r:.200}; it must return a text, or messages "
                 "with a role and a text"
             )

@@ -20,7 +20,7 @@ from tokencredit.text.turns.protocols.episode import (
     is_text_blocks,
     readable,
 )
-from tokencredit.text.turns.protocols.factories import NoEnvironment
+from tokencredit.text.turns.protocols.factories import EnvironmentFailed, NoEnvironment
 from tokencredit.user_code.user_objects import summarized
 from tokencredit.user_code.workers import TimedOut, begin, call_within, is_coroutine_function
 
@@ -40,13 +40,17 @@ class ToolEpisode(Episode):
             raise ConfigError(f"the prompt of a row is {prompt!r:.200}; it must be a text, or messages with a text")
         added, instance = self.instance.reset(**self.row), self.instance
         self.environment = None if isinstance(instance.value, NoEnvironment) else instance.value
-        self._described, self._callables = instance.factory.tools, instance.factory.callables(instance.value)
+        self._callables = instance.factory.callables(instance.value)
         self.tools = list(self._callables.values())
         if not (added is None or isinstance(added, str) or is_text_blocks(added)):
-            raise ConfigError(f"reset returned {added!r:.200}; it must return a text, or None")
+            raise EnvironmentFailed(
+                f"{instance.factory.label}: reset returned {added!r:.200}; it must return a text, or None"
+            )
         if not prompt and not added:
-            raise ConfigError("an episode has no prompt: neither the data set nor reset gives one")
-        if self._described and not isinstance(prompt, list):
+            raise EnvironmentFailed(
+                f"{instance.factory.label}: an episode has no prompt, neither of the data set nor of reset"
+            )
+        if self.instance.factory.tools and not isinstance(prompt, list):
             prompt = [{"role": "user", "content": prompt}]
         return clean(prompt if added is None else appended(prompt, as_text(added)))
 
@@ -84,13 +88,14 @@ class ToolEpisode(Episode):
 
     def _mistake(self, name: str, arguments: Any) -> str | None:
         """What is wrong with a call, and what the tools take; None if nothing is."""
-        if name not in self._described:
+        tools = self.instance.factory.tools
+        if name not in tools:
             return f"there is no tool {name!r}; {self._usage()}"
-        mistake = self._described[name].mistake(arguments)
+        mistake = tools[name].mistake(arguments)
         return None if mistake is None else f"{name}: {mistake}"
 
     def _usage(self) -> str:
-        return f"the tools are {', '.join(tool.usage() for tool in self._described.values())}"
+        return f"the tools are {', '.join(tool.usage() for tool in self.instance.factory.tools.values())}"
 
     def _begin(self, name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
         return begin(self.instance.workers, self.instance.timeout, self._callables[name], **arguments)
