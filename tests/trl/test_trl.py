@@ -142,6 +142,11 @@ def test_an_adapter_scores_and_another_is_trained(here, tokenizer):
     trainer.save_pretrained("saved")
     assert json.loads((here / "saved" / "adapter_config.json").read_text())["r"] == 2
     trainer.close()
+    again = stepping(tokenizer, AutoModelForCausalLMWithValueHead.from_pretrained(Path("saved")))
+    assert again.trainer.adopt([ids[:1]], [ids[1:]]).rollout.values.equal(values)
+    again.save_pretrained("again")
+    assert json.loads((here / "again" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(POLICY)
+    again.close()
 
 
 class Log(TrainerCallback):

@@ -43,8 +43,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Load a model by its name, or take a loaded one; `peft_config` adds an adapter, `reward_adapter` scores."""
         head = {name: kwargs.pop(name) for name in HEAD if name in kwargs}
         model = pretrained_model_name_or_path
-        if isinstance(model, str):
+        if isinstance(model, str | Path):
             model = AutoModelForCausalLM.from_pretrained(model, *args, **kwargs)
+            model.config._name_or_path = str(pretrained_model_name_or_path)  # an adapter's, not its base's
         if getattr(model, "_hf_peft_config_loaded", False) and is_trainable:  # the folder was an adapter's
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("lora_" in name)
