@@ -35,6 +35,7 @@ from tokencredit.trl import (
     respond_to_batch,
 )
 from tokencredit.trl.config import further, settings_of
+from tokencredit.trl.trainers import SteppingTrainer
 
 TEXTS = ["This movie was", "The actors", "Honestly", "I"] * 2
 POLICY = resolve("builtin:reviews", "policy")
@@ -231,9 +232,12 @@ def test_an_adapter_beside_another_of_its_weights_is_the_policy_beside_its_refer
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(POLICY), config, adapter_name="policy")
     model.save_pretrained("sft")
     names = {"model_adapter_name": "policy", "ref_adapter_name": "reference", "push_to_hub": True}
+    with pytest.raises(ConfigError, match=r"^ref_adapter_name is 'reference', and model has the adapters policy$"):
+        training(tokenizer, None, model=model, args=PPOConfig(output_dir="out", **names))
     for folder in ("sft/policy", None):
         if folder is None:
-            model.add_adapter("reference", config)
+            more = LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True, target_modules=["c_attn", "c_fc"])
+            model.add_adapter("reference", more)
         else:
             model.load_adapter(folder, "reference")
         args = PPOConfig(output_dir=str(here / "out"), response_length=4, **names)
@@ -405,6 +409,45 @@ def test_what_would_train_something_else_is_refused(here, tokenizer):
         training(tokenizer, here / "out", value_modle=1)
     with pytest.raises(ConfigError, match="must be an AutoModelForCausalLMWithValueHead"):
         stepping(tokenizer, AutoModelForCausalLM.from_pretrained(POLICY))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": POLICY}, "model is of type str; it must be a loaded model"),
+        ({"ref_model": POLICY}, "ref_model is of type str; it must be a loaded model"),
+        ({"processing_class": POLICY}, "processing_class is of type str; it must be a tokenizer"),
+        ({"args": {"output_dir": "out"}}, "args is of type dict; it must be a PPOConfig of tokencredit.trl"),
+        ({"callbacks": Log()}, "callbacks is of type Log; it must be a list of TrainerCallbacks"),
+        ({"callbacks": [Log, object()]}, "callbacks[1] is of type object; it must be a TrainerCallback"),
+        (
+            {"args": PPOConfig(output_dir="out", model_adapter_name="policy")},
+            "model_adapter_name is 'policy', and model has no adapter",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_named(here, tokenizer, arguments, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        training(tokenizer, here / "out", **{"value_model": None} | arguments)
+
+
+def test_arguments_of_the_loop_are_named_too(here, tokenizer):
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(POLICY)
+    with pytest.raises(ConfigError, match=r"^config is of type NoneType; it must be a PPOConfig of tokencredit.trl$"):
+        PPOTrainer(None, model, None, tokenizer)
+    with pytest.raises(ConfigError, match=r"^tokenizer is of type NoneType; it must be a tokenizer"):
+        PPOTrainer(PPOConfig(), model)
+
+
+def test_a_subclass_is_of_one_of_the_two_trainers(here, tokenizer):
+    arguments = PPOConfig(batch_size=4), AutoModelForCausalLMWithValueHead.from_pretrained(POLICY), None, tokenizer
+    with pytest.raises(
+        ConfigError, match=r"^Mine must be a subclass of TrainingTrainer \(which has train\) or Stepping"
+    ):
+        type("Mine", (PPOTrainer,), {})(*arguments)
+    trainer = type("Mine", (SteppingTrainer,), {})(*arguments)
+    assert type(trainer).__name__ == "Mine"
+    trainer.close()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ from tokencredit.text.models.model_loading import local_folder, weights_digest
 
 ROWS = 64
 """Texts per forward pass of a reward model."""
+CONFIG = "a PPOConfig of tokencredit.trl"
+MODEL = "a loaded model, such as AutoModelForCausalLM.from_pretrained(FOLDER)"
+TOKENIZER = "a tokenizer, such as AutoTokenizer.from_pretrained(FOLDER)"
 WITHOUT = "or leave value_model out: the critic then begins as a copy of the policy"
 
 
@@ -40,6 +43,13 @@ def trl_terms(value_model: str | None = None) -> Iterator[None]:
         text = re.sub(r"run\.allow_changed: (\[.*\])", r'PPOConfig(settings={"run.allow_changed": \1})', text)
         error.args = (text,)
         raise
+
+
+def require(kind: Any, must_be: str, **arguments: Any) -> None:
+    """Raise `ConfigError` for the first of the arguments that is not of a type."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name} is of type {type(value).__name__}; it must be {must_be}")
 
 
 def check_value_model(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

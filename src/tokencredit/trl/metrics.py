@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tokencredit.runs.summary import SHAPED
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
+from tokencredit.trl.arguments import require
 
 CALLED = ("on_train_begin", "on_log", "on_step_end", "on_train_end")
 """Methods of a TrainerCallback that are called, in TRL's order."""
@@ -19,9 +20,13 @@ CALLED = ("on_train_begin", "on_log", "on_step_end", "on_train_end")
 class Relay:
     """A callback of ours that adds TRL's names to the metrics and calls TrainerCallbacks."""
 
-    def __init__(self, owner: Any, callbacks: Sequence[Any]):
+    def __init__(self, owner: Any, callbacks: Sequence[Any] | None):
+        require(list | tuple | None, "a list of TrainerCallbacks", callbacks=callbacks)
         self.owner, self.state, self.control, self.asked_to_stop = owner, TrainerState(), TrainerControl(), False
-        self.callbacks = made = [callback() if isinstance(callback, type) else callback for callback in callbacks]
+        self.callbacks = made = [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
+        require(
+            TrainerCallback, "a TrainerCallback", **{f"callbacks[{i}]": callback for i, callback in enumerate(made)}
+        )
         own = {name for name in dir(TrainerCallback) if name.startswith("on_")} - set(CALLED)
         self.lines = [
             f"{type(callback).__name__}.{name}: it is not called"

@@ -24,11 +24,16 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig, RunConfig
 from tokencredit.text.data.hub import upload
 from tokencredit.text.models.critic import critic_folder
+from tokencredit.text.models.model_loading import weights_digest
+from tokencredit.text.models.peft_models import active_adapter
 from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.trl.arguments import (
+    CONFIG,
+    MODEL,
     ROWS,
+    TOKENIZER,
     RewardOfIds,
     check_value_model,
     equal,
@@ -36,8 +41,10 @@ from tokencredit.trl.arguments import (
     of_optimizer,
     padded,
     prompts_of,
+    require,
     trl_terms,
 )
+from tokencredit.trl.config import PPOConfig as Config
 from tokencredit.trl.config import further, refuse_unknown, settings_of
 from tokencredit.trl.metrics import Relay, statistics
 from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, create_reference_model, same_but_head
@@ -60,10 +67,14 @@ class PPOTrainer:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOTrainer:
         """A trainer of the version whose arguments these are."""
+        if issubclass(cls, TrainingTrainer | SteppingTrainer):
+            return super().__new__(cls)
+        if cls is not PPOTrainer:
+            bases = "TrainingTrainer (which has train) or SteppingTrainer (step)"
+            raise ConfigError(f"{cls.__name__} must be a subclass of {bases} of tokencredit.trl.trainers")
         new = ONLY_NEW & kwargs.keys() or (len(args) > 1 and isinstance(args[1], PreTrainedTokenizerBase))
-        chosen = (TrainingTrainer if new else SteppingTrainer) if cls is PPOTrainer else cls
-        known = [*signature(chosen.__init__).parameters][1:]
-        refuse_unknown("PPOTrainer", kwargs, known)
+        chosen = TrainingTrainer if new else SteppingTrainer
+        refuse_unknown("PPOTrainer", kwargs, [*signature(chosen.__init__).parameters][1:])
         return super().__new__(chosen)
 
     @property
@@ -165,6 +176,9 @@ class TrainingTrainer(PPOTrainer):
         needed |= {"reward_model": reward_model, "train_dataset": train_dataset}
         if missing := [name for name, value in needed.items() if value is None]:
             raise ConfigError(f"PPOTrainer needs {', '.join(missing)}")
+        require(Config, CONFIG, args=self.args)
+        require(PreTrainedTokenizerBase, TOKENIZER, processing_class=self.tokenizer)
+        require(nn.Module | None, MODEL, model=self.model, ref_model=self.ref_model)
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
         if self.args.push_to_hub and self.args.hub_private_repo:
@@ -180,7 +194,7 @@ class TrainingTrainer(PPOTrainer):
         settings["run.allow_changed"] = ["reward_funcs", "reward", "callbacks", *settings.get("run.allow_changed", ())]
         if type(data_collator) not in (type(None), DataCollatorWithPadding):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
-        self.relay = Relay(self, callbacks or ())
+        self.relay = Relay(self, callbacks)
         self.state = self.relay.state
         if isinstance(reward_model, nn.Module):
             reward_model = Term("reward_model", 1.0, RewardOfIds(reward_model, self.tokenizer))
@@ -226,12 +240,17 @@ class TrainingTrainer(PPOTrainer):
     def _choose_adapter(self) -> None:
         """Train `model_adapter_name`; `ConfigError` unless `ref_adapter_name` begins with the same weights."""
         own, other = self.args.model_adapter_name, self.args.ref_adapter_name
+        adapters = getattr(self.model, "peft_config", {})
+        for name, adapter in {"model_adapter_name": own, "ref_adapter_name": other}.items():
+            if adapter is not None and adapter not in adapters:
+                there = f"the adapters {', '.join(adapters)}" if adapters else "no adapter"
+                raise ConfigError(f"{name} is {adapter!r}, and model has {there}")
         if own is not None:
             self.model.set_adapter(own)
         if other is not None:
-            weights, own = dict(self.model.named_parameters()), own or "default"
-            pairs = [(x, weights[n.replace(f".{other}.", f".{own}.")]) for n, x in weights.items() if f".{other}." in n]
-            if not pairs or not all(torch.equal(one, two) for one, two in pairs):
+            own, weights = active_adapter(self.model), dict(self.model.named_parameters())
+            one, two = ({n.replace(f".{x}.", "."): weights[n] for n in weights if f".{x}." in n} for x in (own, other))
+            if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
                 raise ConfigError(f"ref_adapter_name {other!r} differs from {own!r}, whose start is the reference here")
             self.model.delete_adapter(other)
 
@@ -278,10 +297,11 @@ class SteppingTrainer(PPOTrainer):
         training_data_collator: Any = None,
     ):
         """Build the trainer from TRL's arguments; its run ends with `close`, or with the script."""
-        if not isinstance(model, AutoModelForCausalLMWithValueHead):
-            raise ConfigError(
-                f"model is a {type(model).__name__}; it must be an AutoModelForCausalLMWithValueHead of tokencredit.trl"
-            )
+        require(Config, CONFIG, config=config)
+        kind = AutoModelForCausalLMWithValueHead
+        require(kind, f"an {kind.__name__} of tokencredit.trl", model=model)
+        require(nn.Module | None, MODEL, ref_model=ref_model)
+        require(PreTrainedTokenizerBase, TOKENIZER, tokenizer=tokenizer)
         if lr_scheduler is not None:
             raise ConfigError("lr_scheduler would train otherwise than config says; leave it out")
         self.config, self.model, self.ref_model, self.tokenizer = config, model, ref_model, tokenizer
