@@ -291,7 +291,9 @@ def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, toke
     with torch.no_grad():
         states = reward.model.transformer(torch.tensor([ids])).last_hidden_state
         expected = float(reward.model.score(states[0, -1]))
-    assert reward(None, None, [ids[:2], ids[:2]], [ids[2:], [*ids[2:], end]]) == pytest.approx([expected] * 2, abs=1e-5)
+    completions = [ids[2:], [*ids[2:], end], [*ids[2:], end, ids[0]]]
+    assert reward(None, None, [ids[:2]] * 3, completions) == pytest.approx([expected] * 3, abs=1e-5)
+    assert reward(None, None, [ids], [[end]]) == pytest.approx([expected], abs=1e-5)
 
 
 def test_defaults_are_trls_of_the_version_whose_names_are_set():
@@ -351,6 +353,7 @@ def test_names_without_effect_are_listed():
     assert "max_steps: TRL's PPO does not read it, and neither does this" in lines
     assert PPOConfig().batch_size is None, "computed later"
     settings_of(PPOConfig(adam_beta1=0.9, lr_scheduler_kwargs={}, optim_args=""), old=False, rows=64)
+    assert settings_of(PPOConfig(stop_token_id=3), old=False, rows=64)[1] == [], "which the trainer reads"
 
 
 def test_a_trainer_shows_what_it_computed_and_the_defaults_of_its_version(here, tokenizer):

@@ -116,12 +116,12 @@ class RewardOfIds:
     def __call__(
         self, prompts: Any, completions: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]]
     ) -> list[float]:
-        """One score per completion; a padding token at its end, such as an end-of-sequence token, is not read."""
+        """One score per completion, which ends before its first padding token, such as an end-of-sequence token."""
         del prompts, completions
         device, scores = next(self.model.parameters()).device, []
         trunk = getattr(self.model, self.model.base_model_prefix)
         texts = [
-            one + (two[:-1] if two[-1] == self.pad and len(two) > 1 else two)
+            one + (two[: two.index(self.pad)] if self.pad in two else two)
             for one, two in zip(prompt_ids, completion_ids, strict=True)
         ]
         for first in range(0, len(texts), ROWS):
