@@ -107,6 +107,18 @@ def test_the_loop_of_0_11_runs_with_its_statistics_and_saves(here, tokenizer):
     assert "- reward: scores from calls in Python\n" in card
 
 
+def test_a_seed_gives_the_same_rows_and_responses(here, tokenizer):
+    found = []
+    for seed in (7, 7, 8):
+        trainer = stepping(tokenizer, seed=seed, init_kl_coef=0.0, adap_kl_ctrl=False)
+        found.append([stats["ppo/mean_scores"] for stats in epoch(trainer) + epoch(trainer)])
+        stats = epoch(trainer)[0]
+        assert not {"objective/kl", "objective/kl_dist"} & stats.keys(), "there is no reference"
+        trainer.close()
+    assert found[0] == found[1] != found[2]
+    assert found[0][:2] != found[0][2:], "another order in each epoch"
+
+
 @torch.no_grad()
 def logprob(model, query, response):
     """Log-probability of a response under the policy."""
@@ -317,20 +329,33 @@ def test_each_process_gets_a_batch_of_its_own():
 
 
 @pytest.mark.proof
-def test_two_processes_train_on_twice_the_rows_with_a_value_model(here):
+def test_two_processes_train_on_twice_the_rows_with_a_value_model_and_by_steps(here):
     """A script that torchrun starts twice, from the module's own functions."""
     script = here / "script.py"
     script.write_text(
         f"import sys\nsys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parent)!r}]\n"
-        "from test_trl import POLICY, AutoTokenizer, training\n"
-        "trainer = training(AutoTokenizer.from_pretrained(POLICY), 'out')\n"
+        "from test_trl import POLICY, TEXTS, AutoTokenizer, stepping, training\n"
+        "tokenizer = AutoTokenizer.from_pretrained(POLICY)\n"
+        "trainer = training(tokenizer, 'out')\n"
         "assert (trainer.args.batch_size, trainer.args.world_size, trainer.state.max_steps) == (8, 2, 1)\n"
         "trainer.train()\n"
+        "loop = stepping(tokenizer, settings={'run.dir': 'steps'})\n"
+        "(batch,) = loop.dataloader\n"
+        "same = [loop.dataset[0]['input_ids']] * 4\n"
+        "ids = loop.generate(same, return_prompt=False, max_new_tokens=8, do_sample=True)\n"
+        "loop.step(batch['input_ids'], ids, [1.0, 0.0, 0.0, 1.0])\n"
+        "texts = loop.trainer.processes.texts\n"
+        "assert sorted(sum([text.split('|') for text in texts('|'.join(batch['query']))], [])) == sorted(TEXTS)\n"
+        "one, two = texts(str([row.tolist() for row in ids]))\n"
+        "assert one != two, 'each process samples by a seed of its own'\n"
+        "assert dict(loop.trainer.overview())['run'] == 'steps, iterations of 8 completions'\n"
+        "loop.close()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [row["tokens"] > 8 for row in read_metrics(here / "out")] == [True], "one iteration of 8 completions"
+    assert [row["tokens"] > 8 for row in read_metrics(here / "steps")] == [True]
 
 
 @pytest.mark.parametrize(
@@ -509,6 +534,19 @@ def test_shared_layers_are_frozen_in_both(tokenizer):
     assert trained
     assert not any(".h.0." in name or "wte" in name for name in trained)
     assert not any(x.requires_grad for x in reference.parameters())
+    with pytest.raises(ConfigError, match=r"^num_shared_layers is 100; it must be below the number of layers$"):
+        create_reference_model(model, num_shared_layers=100)
+    assert {name for name, x in model.named_parameters() if x.requires_grad} == trained
+
+
+def test_shared_layers_without_effect_are_named(here, tokenizer):
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(POLICY)
+    with pytest.warns(UserWarning, match="num_shared_layers: ref_model is given, and shares no layers"):
+        trainer = PPOTrainer(
+            PPOConfig(batch_size=4), model, create_reference_model(model), tokenizer, num_shared_layers=1
+        )
+    assert all(x.requires_grad for x in model.parameters())
+    trainer.close()
 
 
 def test_other_names_come_from_an_installed_trl():

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import saved
+from tokencredit.learn.rng import seed_all
+from tokencredit.runs.folder import RunFolder, saved
 from tokencredit.runs.summary import OPEN_END
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig, RunConfig
@@ -47,7 +49,7 @@ from tokencredit.trl.arguments import (
 from tokencredit.trl.config import PPOConfig as Config
 from tokencredit.trl.config import further, refuse_unknown, settings_of
 from tokencredit.trl.metrics import Relay, statistics
-from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, create_reference_model, same_but_head
+from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, freeze_layers, same_but_head
 
 ONLY_NEW = {"args", "processing_class", "policy", "ref_policy", "reward_model", "value_model", "train_dataset"}
 """Arguments of TRL 0.12 to 1.9, not of its loop before."""
@@ -305,13 +307,17 @@ class SteppingTrainer(PPOTrainer):
         if lr_scheduler is not None:
             raise ConfigError("lr_scheduler would train otherwise than config says; leave it out")
         self.config, self.model, self.ref_model, self.tokenizer = config, model, ref_model, tokenizer
-        if num_shared_layers is not None and ref_model is None:
-            create_reference_model(model, num_shared_layers)  # freezes the layers
-        settings, lines = settings_of(config, old=True)
+        here = further(config)
+        processes = Processes(here.get("run.timeout", RunConfig().timeout))
+        settings, lines = settings_of(config, old=True, world_size=processes.count)
         config.use(old=True)
+        if num_shared_layers is not None and ref_model is None:
+            freeze_layers(model, num_shared_layers)
+        elif num_shared_layers is not None:
+            lines.append("num_shared_layers: ref_model is given, and shares no layers")
         settings |= {"run.iterations": OPEN_END, "run.save_every": 0} | of_optimizer(optimizer)
         settings.pop("run.dir", None)  # exp_name, which is no folder
-        settings |= further(config)
+        settings |= here
         lines += [f"{name}: the critic's head starts at 0" for name in model.ignored]
         if training_data_collator is not None:
             lines.append("training_data_collator: updates are padded by a mask")
@@ -322,9 +328,12 @@ class SteppingTrainer(PPOTrainer):
         self.current_device, self.optimizer = self.trainer.processes.device, self.trainer.learner.optimizer
         self.take_reference(given, same)
         self.dataset, self.dataloader = dataset, None
+        seed_all(self.trainer.args.seed + processes.rank)  # as TRL does: sampling draws from the global ones
         if dataset is not None:
-            options = {"collate_fn": data_collator, "shuffle": True, "drop_last": True}
-            self.dataloader = DataLoader(dataset, config.batch_size, **options)
+            generator = torch.Generator().manual_seed(self.trainer.args.seed)
+            options = {"collate_fn": data_collator, "shuffle": True, "drop_last": True, "generator": generator}
+            rows = DataLoader(dataset, config.batch_size, **options)
+            self.dataloader = prepare_data_loader(rows, num_processes=processes.count, process_index=processes.rank)
         self.say(lines)
         self.trainer.begin()
 
