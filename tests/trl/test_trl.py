@@ -154,6 +154,8 @@ def test_an_adapter_scores_and_another_is_trained(here, tokenizer):
     epoch(trainer)
     trainer.save_pretrained("saved")
     assert json.loads((here / "saved" / "adapter_config.json").read_text())["r"] == 2
+    ids = torch.tensor(tokenizer("A text")["input_ids"])
+    values = trainer.trainer.adopt([ids[:1]], [ids[1:]]).rollout.values
     trainer.close()
     again = stepping(tokenizer, AutoModelForCausalLMWithValueHead.from_pretrained(Path("saved")))
     assert again.trainer.adopt([ids[:1]], [ids[1:]]).rollout.values.equal(values)
@@ -208,6 +210,7 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     assert log.events == ["begin", (4, 0.5, 1), (8, 1.0, 2)], "logged before each step's end"
     assert [row["episode"] for row in log.logs] == [4, 8]
     assert {"objective/kl", "objective/scores", "policy/clipfrac_avg", "loss/value_avg"} <= log.logs[0].keys()
+    assert (here / "out-value-model").is_dir()
     first = log.logs[0]
     assert first["truncated"] > 0
     assert first["objective/scores"] == pytest.approx(first["reward"] - 1.5 * first["truncated"])
@@ -237,6 +240,31 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     AutoModelForCausalLM.from_pretrained(here / "out")
     trainer.generate_completions()
     assert "This movie was → " in capsys.readouterr().out
+
+
+def test_a_run_goes_on_with_its_reference_and_with_a_value_model_beside_its_folder(here, tokenizer):
+    def reference(seed):
+        model = AutoModelForCausalLM.from_pretrained(POLICY)
+        torch.nn.init.normal_(model.transformer.wpe.weight, generator=torch.Generator().manual_seed(seed))
+        return model
+
+    def trainer(seed, iterations, **arguments):
+        args = PPOConfig(per_device_train_batch_size=4, total_episodes=4 * iterations, response_length=2)
+        args.settings = {"run.dir": "run", "run.save_every": 1, "kl.coef": 0.1}
+        return training(tokenizer, None, args=args, ref_model=reference(seed), **arguments)
+
+    log = Log()
+    trainer(1, 1, callbacks=[log]).train()
+    assert log.logs[0]["objective/kl"] > 0
+    assert {path.name for path in here.iterdir()} == {"run", "run-value-model"}
+    with pytest.raises(ConfigError, match=r'^ref_model is GPT2LMHeadModel .*"run.allow_changed": \["ref_model"\]'):
+        trainer(2, 2).train(resume_from_checkpoint=True)
+    fresh = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)
+    torch.nn.init.ones_(fresh.score.weight)
+    trainer(1, 2, value_model=fresh).train(resume_from_checkpoint=True)
+    assert len(read_metrics(here / "run")) == 2
+    training(tokenizer, None, args=PPOConfig(response_length=2))
+    assert [path.name.endswith("-value-model") for path in (here / "runs").iterdir()] == [True]
 
 
 def test_an_adapter_beside_another_of_its_weights_is_the_policy_beside_its_reference(here, tokenizer, recwarn):

@@ -125,6 +125,8 @@ class PPOTrainer:
             reference.lm.load_state_dict(given.state_dict())
         except RuntimeError as error:
             raise ConfigError(f"ref_model is not of the model's architecture: {error}") from error
+        part = {"name": type(given).__name__, "digest": weights_digest(given)}
+        self.trainer.record.parts["ref_model"] = part
 
     def responses(
         self,
@@ -191,7 +193,10 @@ class TrainingTrainer(PPOTrainer):
         processes = Processes(here.get("run.timeout", RunConfig().timeout))
         world = processes.count
         settings, lines = settings_of(self.args, old=False, rows=len(train_dataset), world_size=world)
-        settings |= self._stops() | self._critic(own, processes) | {"prompts.column": "input_ids"} | here
+        run = (settings | here).get("run.dir")
+        run = processes.texts(str(RunFolder(run and str(run)).path))[0]
+        settings |= self._stops() | self._critic(own, processes, run) | {"prompts.column": "input_ids"} | here
+        settings["run.dir"] = run
         # As TRL does; a change is said and written down.
         settings["run.allow_changed"] = ["reward_funcs", "reward", "callbacks", *settings.get("run.allow_changed", ())]
         if type(data_collator) not in (type(None), DataCollatorWithPadding):
@@ -267,16 +272,16 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError("missing_eos_penalty needs stop_token='eos' here, or every completion counts as cut off")
         return {"rollout.stop_at_eos": kind == "eos" or token is not None}
 
-    def _critic(self, tokenizer: PreTrainedTokenizerBase, processes: Processes) -> dict[str, Any]:
-        """Settings of the value model: the folder in which it is saved as it is, its score head too.
+    def _critic(self, tokenizer: PreTrainedTokenizerBase, processes: Processes, run: str) -> dict[str, Any]:
+        """Settings of the value model: the folder beside the run's in which it is saved as it is, its score head too.
 
         A script's head is random anew in each process. That of a run with a checkpoint, which can only go on, stays.
         """
         if self.value_model is None:
             return {"critic.name": None}
         check_value_model(self.value_model, tokenizer)
-        folder, begun = f"{Path(self.args.output_dir)}-value-model", saved(Path(self.args.output_dir))
-        if processes.main and not (begun and same_but_head(self.value_model, Path(folder))):
+        folder = f"{run}-value-model"
+        if processes.main and not (saved(Path(run)) and same_but_head(self.value_model, Path(folder))):
             self.value_model.save_pretrained(folder)
         processes.wait()
         return {"critic.name": folder}
