@@ -35,6 +35,7 @@ from tokencredit.trl import (
     respond_to_batch,
 )
 from tokencredit.trl.config import further, settings_of
+from tokencredit.trl.trainers import SteppingTrainer
 
 TEXTS = ["This movie was", "The actors", "Honestly", "I"] * 2
 POLICY = resolve("builtin:reviews", "policy")
@@ -106,6 +107,18 @@ def test_the_loop_of_0_11_runs_with_its_statistics_and_saves(here, tokenizer):
     assert "- reward: scores from calls in Python\n" in card
 
 
+def test_a_seed_gives_the_same_rows_and_responses(here, tokenizer):
+    found = []
+    for seed in (7, 7, 8):
+        trainer = stepping(tokenizer, seed=seed, init_kl_coef=0.0, adap_kl_ctrl=False)
+        found.append([stats["ppo/mean_scores"] for stats in epoch(trainer) + epoch(trainer)])
+        stats = epoch(trainer)[0]
+        assert not {"objective/kl", "objective/kl_dist"} & stats.keys(), "there is no reference"
+        trainer.close()
+    assert found[0] == found[1] != found[2]
+    assert found[0][:2] != found[0][2:], "another order in each epoch"
+
+
 @torch.no_grad()
 def logprob(model, query, response):
     """Log-probability of a response under the policy."""
@@ -141,7 +154,14 @@ def test_an_adapter_scores_and_another_is_trained(here, tokenizer):
     epoch(trainer)
     trainer.save_pretrained("saved")
     assert json.loads((here / "saved" / "adapter_config.json").read_text())["r"] == 2
+    ids = torch.tensor(tokenizer("A text")["input_ids"])
+    values = trainer.trainer.adopt([ids[:1]], [ids[1:]]).rollout.values
     trainer.close()
+    again = stepping(tokenizer, AutoModelForCausalLMWithValueHead.from_pretrained(Path("saved")))
+    assert again.trainer.adopt([ids[:1]], [ids[1:]]).rollout.values.equal(values)
+    again.save_pretrained("again")
+    assert json.loads((here / "again" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(POLICY)
+    again.close()
 
 
 class Log(TrainerCallback):
@@ -190,6 +210,7 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     assert log.events == ["begin", (4, 0.5, 1), (8, 1.0, 2)], "logged before each step's end"
     assert [row["episode"] for row in log.logs] == [4, 8]
     assert {"objective/kl", "objective/scores", "policy/clipfrac_avg", "loss/value_avg"} <= log.logs[0].keys()
+    assert (here / "out-value-model").is_dir()
     first = log.logs[0]
     assert first["truncated"] > 0
     assert first["objective/scores"] == pytest.approx(first["reward"] - 1.5 * first["truncated"])
@@ -221,14 +242,42 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     assert "This movie was → " in capsys.readouterr().out
 
 
+def test_a_run_goes_on_with_its_reference_and_with_a_value_model_beside_its_folder(here, tokenizer):
+    def reference(seed):
+        model = AutoModelForCausalLM.from_pretrained(POLICY)
+        torch.nn.init.normal_(model.transformer.wpe.weight, generator=torch.Generator().manual_seed(seed))
+        return model
+
+    def trainer(seed, iterations, **arguments):
+        args = PPOConfig(per_device_train_batch_size=4, total_episodes=4 * iterations, response_length=2)
+        args.settings = {"run.dir": "run", "run.save_every": 1, "kl.coef": 0.1}
+        return training(tokenizer, None, args=args, ref_model=reference(seed), **arguments)
+
+    log = Log()
+    trainer(1, 1, callbacks=[log]).train()
+    assert log.logs[0]["objective/kl"] > 0
+    assert {path.name for path in here.iterdir()} == {"run", "run-value-model"}
+    with pytest.raises(ConfigError, match=r'^ref_model is GPT2LMHeadModel .*"run.allow_changed": \["ref_model"\]'):
+        trainer(2, 2).train(resume_from_checkpoint=True)
+    fresh = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)
+    torch.nn.init.ones_(fresh.score.weight)
+    trainer(1, 2, value_model=fresh).train(resume_from_checkpoint=True)
+    assert len(read_metrics(here / "run")) == 2
+    training(tokenizer, None, args=PPOConfig(response_length=2))
+    assert [path.name.endswith("-value-model") for path in (here / "runs").iterdir()] == [True]
+
+
 def test_an_adapter_beside_another_of_its_weights_is_the_policy_beside_its_reference(here, tokenizer, recwarn):
     config = LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True, init_lora_weights=False)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(POLICY), config, adapter_name="policy")
     model.save_pretrained("sft")
     names = {"model_adapter_name": "policy", "ref_adapter_name": "reference", "push_to_hub": True}
+    with pytest.raises(ConfigError, match=r"^ref_adapter_name is 'reference', and model has the adapters policy$"):
+        training(tokenizer, None, model=model, args=PPOConfig(output_dir="out", **names))
     for folder in ("sft/policy", None):
         if folder is None:
-            model.add_adapter("reference", config)
+            more = LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True, target_modules=["c_attn", "c_fc"])
+            model.add_adapter("reference", more)
         else:
             model.load_adapter(folder, "reference")
         args = PPOConfig(output_dir=str(here / "out"), response_length=4, **names)
@@ -282,7 +331,9 @@ def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, toke
     with torch.no_grad():
         states = reward.model.transformer(torch.tensor([ids])).last_hidden_state
         expected = float(reward.model.score(states[0, -1]))
-    assert reward(None, None, [ids[:2], ids[:2]], [ids[2:], [*ids[2:], end]]) == pytest.approx([expected] * 2, abs=1e-5)
+    completions = [ids[2:], [*ids[2:], end], [*ids[2:], end, ids[0]]]
+    assert reward(None, None, [ids[:2]] * 3, completions) == pytest.approx([expected] * 3, abs=1e-5)
+    assert reward(None, None, [ids], [[end]]) == pytest.approx([expected], abs=1e-5)
 
 
 def test_defaults_are_trls_of_the_version_whose_names_are_set():
@@ -306,20 +357,33 @@ def test_each_process_gets_a_batch_of_its_own():
 
 
 @pytest.mark.proof
-def test_two_processes_train_on_twice_the_rows_with_a_value_model(here):
+def test_two_processes_train_on_twice_the_rows_with_a_value_model_and_by_steps(here):
     """A script that torchrun starts twice, from the module's own functions."""
     script = here / "script.py"
     script.write_text(
         f"import sys\nsys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parent)!r}]\n"
-        "from test_trl import POLICY, AutoTokenizer, training\n"
-        "trainer = training(AutoTokenizer.from_pretrained(POLICY), 'out')\n"
+        "from test_trl import POLICY, TEXTS, AutoTokenizer, stepping, training\n"
+        "tokenizer = AutoTokenizer.from_pretrained(POLICY)\n"
+        "trainer = training(tokenizer, 'out')\n"
         "assert (trainer.args.batch_size, trainer.args.world_size, trainer.state.max_steps) == (8, 2, 1)\n"
         "trainer.train()\n"
+        "loop = stepping(tokenizer, settings={'run.dir': 'steps'})\n"
+        "(batch,) = loop.dataloader\n"
+        "same = [loop.dataset[0]['input_ids']] * 4\n"
+        "ids = loop.generate(same, return_prompt=False, max_new_tokens=8, do_sample=True)\n"
+        "loop.step(batch['input_ids'], ids, [1.0, 0.0, 0.0, 1.0])\n"
+        "texts = loop.trainer.processes.texts\n"
+        "assert sorted(sum([text.split('|') for text in texts('|'.join(batch['query']))], [])) == sorted(TEXTS)\n"
+        "one, two = texts(str([row.tolist() for row in ids]))\n"
+        "assert one != two, 'each process samples by a seed of its own'\n"
+        "assert dict(loop.trainer.overview())['run'] == 'steps, iterations of 8 completions'\n"
+        "loop.close()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [row["tokens"] > 8 for row in read_metrics(here / "out")] == [True], "one iteration of 8 completions"
+    assert [row["tokens"] > 8 for row in read_metrics(here / "steps")] == [True]
 
 
 @pytest.mark.parametrize(
@@ -342,6 +406,7 @@ def test_names_without_effect_are_listed():
     assert "max_steps: TRL's PPO does not read it, and neither does this" in lines
     assert PPOConfig().batch_size is None, "computed later"
     settings_of(PPOConfig(adam_beta1=0.9, lr_scheduler_kwargs={}, optim_args=""), old=False, rows=64)
+    assert settings_of(PPOConfig(stop_token_id=3), old=False, rows=64)[1] == [], "which the trainer reads"
 
 
 def test_a_trainer_shows_what_it_computed_and_the_defaults_of_its_version(here, tokenizer):
@@ -403,6 +468,45 @@ def test_what_would_train_something_else_is_refused(here, tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": POLICY}, "model is of type str; it must be a loaded model"),
+        ({"ref_model": POLICY}, "ref_model is of type str; it must be a loaded model"),
+        ({"processing_class": POLICY}, "processing_class is of type str; it must be a tokenizer"),
+        ({"args": {"output_dir": "out"}}, "args is of type dict; it must be a PPOConfig of tokencredit.trl"),
+        ({"callbacks": Log()}, "callbacks is of type Log; it must be a list of TrainerCallbacks"),
+        ({"callbacks": [Log, object()]}, "callbacks[1] is of type object; it must be a TrainerCallback"),
+        (
+            {"args": PPOConfig(output_dir="out", model_adapter_name="policy")},
+            "model_adapter_name is 'policy', and model has no adapter",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_named(here, tokenizer, arguments, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        training(tokenizer, here / "out", **{"value_model": None} | arguments)
+
+
+def test_arguments_of_the_loop_are_named_too(here, tokenizer):
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(POLICY)
+    with pytest.raises(ConfigError, match=r"^config is of type NoneType; it must be a PPOConfig of tokencredit.trl$"):
+        PPOTrainer(None, model, None, tokenizer)
+    with pytest.raises(ConfigError, match=r"^tokenizer is of type NoneType; it must be a tokenizer"):
+        PPOTrainer(PPOConfig(), model)
+
+
+def test_a_subclass_is_of_one_of_the_two_trainers(here, tokenizer):
+    arguments = PPOConfig(batch_size=4), AutoModelForCausalLMWithValueHead.from_pretrained(POLICY), None, tokenizer
+    with pytest.raises(
+        ConfigError, match=r"^Mine must be a subclass of TrainingTrainer \(which has train\) or Stepping"
+    ):
+        type("Mine", (PPOTrainer,), {})(*arguments)
+    trainer = type("Mine", (SteppingTrainer,), {})(*arguments)
+    assert type(trainer).__name__ == "Mine"
+    trainer.close()
+
+
+@pytest.mark.parametrize(
     ("name", "advice"),
     [
         ("learning_rte", "did you mean learning_rate?"),
@@ -458,6 +562,19 @@ def test_shared_layers_are_frozen_in_both(tokenizer):
     assert trained
     assert not any(".h.0." in name or "wte" in name for name in trained)
     assert not any(x.requires_grad for x in reference.parameters())
+    with pytest.raises(ConfigError, match=r"^num_shared_layers is 100; it must be below the number of layers$"):
+        create_reference_model(model, num_shared_layers=100)
+    assert {name for name, x in model.named_parameters() if x.requires_grad} == trained
+
+
+def test_shared_layers_without_effect_are_named(here, tokenizer):
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(POLICY)
+    with pytest.warns(UserWarning, match="num_shared_layers: ref_model is given, and shares no layers"):
+        trainer = PPOTrainer(
+            PPOConfig(batch_size=4), model, create_reference_model(model), tokenizer, num_shared_layers=1
+        )
+    assert all(x.requires_grad for x in model.parameters())
+    trainer.close()
 
 
 def test_other_names_come_from_an_installed_trl():

@@ -22,6 +22,9 @@ from tokencredit.text.models.model_loading import local_folder, weights_digest
 
 ROWS = 64
 """Texts per forward pass of a reward model."""
+CONFIG = "a PPOConfig of tokencredit.trl"
+MODEL = "a loaded model, such as AutoModelForCausalLM.from_pretrained(FOLDER)"
+TOKENIZER = "a tokenizer, such as AutoTokenizer.from_pretrained(FOLDER)"
 WITHOUT = "or leave value_model out: the critic then begins as a copy of the policy"
 
 
@@ -40,6 +43,13 @@ def trl_terms(value_model: str | None = None) -> Iterator[None]:
         text = re.sub(r"run\.allow_changed: (\[.*\])", r'PPOConfig(settings={"run.allow_changed": \1})', text)
         error.args = (text,)
         raise
+
+
+def require(kind: Any, must_be: str, **arguments: Any) -> None:
+    """Raise `ConfigError` for the first of the arguments that is not of a type."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise ConfigError(f"{name} is of type {type(value).__name__}; it must be {must_be}")
 
 
 def check_value_model(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -106,12 +116,12 @@ class RewardOfIds:
     def __call__(
         self, prompts: Any, completions: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]]
     ) -> list[float]:
-        """One score per completion; a padding token at its end, such as an end-of-sequence token, is not read."""
+        """One score per completion, which ends before its first padding token, such as an end-of-sequence token."""
         del prompts, completions
         device, scores = next(self.model.parameters()).device, []
         trunk = getattr(self.model, self.model.base_model_prefix)
         texts = [
-            one + (two[:-1] if two[-1] == self.pad and len(two) > 1 else two)
+            one + (two[: two.index(self.pad)] if self.pad in two else two)
             for one, two in zip(prompt_ids, completion_ids, strict=True)
         ]
         for first in range(0, len(texts), ROWS):

@@ -52,9 +52,9 @@ ONLY_OLD = {*OLD, "exp_name", "log_with", "score_clip", "forward_batch_size"} - 
 """Names of TRL up to 0.11 that later versions do not set."""
 ONLY_NEW = {*NEW, "total_episodes", "missing_eos_penalty", "stop_token_id"} - {*OLD, *INHERITED, *BOTH}
 """Names of TRL from 0.12 on that are not TrainingArguments' either."""
-FOR_LOGS = ("model.name", "critic.name", "reward", "prompts.dataset", "eval.every")
-"""Keys that arguments of the trainer decide, or a script; TRL's PPO reads none of their names, and never evaluates."""
-HARMLESS = ("ppo.micro_batch_tokens", "eval.samples", "model.dtype", "rollout.stop", "run.trackers")
+FOR_LOGS = ("model.name", "critic.name", "reward", "prompts.dataset", "rollout.stop", "eval.every")
+"""Keys that the trainer or a script decides; TRL's PPO never evaluates."""
+HARMLESS = ("ppo.micro_batch_tokens", "eval.samples", "model.dtype", "run.trackers")
 """Keys whose value may stay open: the same is learned."""
 HONOURED = ("model_adapter_name", "ref_adapter_name")
 """Names without a counterpart that the trainer reads."""

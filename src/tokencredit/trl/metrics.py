@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from tokencredit.runs.summary import SHAPED
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
+from tokencredit.trl.arguments import require
 
 CALLED = ("on_train_begin", "on_log", "on_step_end", "on_train_end")
 """Methods of a TrainerCallback that are called, in TRL's order."""
@@ -19,9 +20,13 @@ CALLED = ("on_train_begin", "on_log", "on_step_end", "on_train_end")
 class Relay:
     """A callback of ours that adds TRL's names to the metrics and calls TrainerCallbacks."""
 
-    def __init__(self, owner: Any, callbacks: Sequence[Any]):
+    def __init__(self, owner: Any, callbacks: Sequence[Any] | None):
+        require(list | tuple | None, "a list of TrainerCallbacks", callbacks=callbacks)
         self.owner, self.state, self.control, self.asked_to_stop = owner, TrainerState(), TrainerControl(), False
-        self.callbacks = made = [callback() if isinstance(callback, type) else callback for callback in callbacks]
+        self.callbacks = made = [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
+        require(
+            TrainerCallback, "a TrainerCallback", **{f"callbacks[{i}]": callback for i, callback in enumerate(made)}
+        )
         own = {name for name in dir(TrainerCallback) if name.startswith("on_")} - set(CALLED)
         self.lines = [
             f"{type(callback).__name__}.{name}: it is not called"
@@ -39,17 +44,15 @@ class Relay:
     def after_iteration(self, trainer: Trainer, metrics: dict[str, float], samples: list[Any]) -> None:
         """Add TRL's names, and let the callbacks log."""
         del samples
-        rows, beta = trainer.rows, metrics.get("kl_coef", 0.0)
-        kl, reward = metrics.get("kl", metrics.get("log_ratio", 0.0)), metrics.get(SHAPED, metrics["reward"])
-        named = {"objective/kl": kl, "objective/scores": reward, "objective/non_score_reward": -beta * kl}
-        named |= {"objective/rlhf_reward": reward - beta * kl, "episode": metrics["iteration"] * rows}
+        kl, reward = metrics.get("kl", metrics.get("log_ratio")), metrics.get(SHAPED, metrics["reward"])
+        price = 0.0 if kl is None else metrics["kl_coef"] * kl
+        named = {"objective/scores": reward, "objective/non_score_reward": -price}
+        named |= {"objective/rlhf_reward": reward - price, "episode": metrics["iteration"] * trainer.rows}
+        if kl is not None:
+            named["objective/kl"] = kl
         if "entropy" in metrics:
             named["objective/entropy"] = metrics["entropy"] * metrics["length"]
-        ours = {
-            "policy/approxkl_avg": "approx_kl_k3",
-            "policy/clipfrac_avg": "clip_fraction",
-            "val/ratio": "ratio_mean",
-        }
+        ours = {"policy/clipfrac_avg": "clip_fraction", "val/ratio": "ratio_mean"}
         ours |= {"loss/policy_avg": "policy_loss", "loss/value_avg": "value_loss", "policy/entropy_avg": "entropy"}
         metrics |= named | {name: metrics[own] for name, own in ours.items() if own in metrics}
         self.state.global_step = int(metrics["iteration"])
@@ -64,29 +67,33 @@ class Relay:
 
 
 def statistics(metrics: Mapping[str, float], batch: Any, scores: Sequence[float]) -> dict[str, Any]:
-    """Statistics of a step by TRL's names, from the metrics and the batch with its credit."""
+    """Statistics of a step by TRL's names, from the metrics and the batch with its credit.
+
+    No `approxkl`, which is ½ (log ratio)² there: it is not measured. Nothing of the KL without a reference.
+    """
     rollout, mask = batch.rollout, batch.rollout.mask
     reference = batch.reference.logprobs
-    kls = torch.zeros_like(rollout.logprobs) if reference is None else (rollout.logprobs - reference) * mask
     beta, returns, acted = metrics["kl_coef"], batch.returns[mask], rollout.values[mask]
     error = float(((acted - returns) ** 2).mean())
     variance = float(returns.var())
     means = {"returns/mean": returns, "val/vpred": acted, "val/mean": acted}
-    means |= {"policy/advantages_mean": batch.advantages[mask], "mean_non_score_reward": -beta * kls[mask]}
-    named = {f"ppo/{name}": float(x.mean()) for name, x in means.items()}
+    means["policy/advantages_mean"] = batch.advantages[mask]
+    arrays, named = {"logprobs": rollout.logprobs}, {"objective/kl_coef": beta}
+    if reference is not None:
+        kls = (rollout.logprobs - reference) * mask
+        means["mean_non_score_reward"], named["objective/kl"] = -beta * kls[mask], float(kls.sum(1).mean())
+        arrays |= {"kl_dist": kls.sum(1), "ref_logprobs": reference}
+    named |= {f"ppo/{name}": float(x.mean()) for name, x in means.items()}
     named |= {"ppo/returns/var": variance, "ppo/val/var": float(acted.var()), "ppo/val/error": error}
     named |= {"ppo/val/var_explained": 1 - error / variance if variance else math.nan}
     named |= {"ppo/mean_scores": sum(scores) / len(scores), "ppo/std_scores": float(torch.tensor(scores).std())}
-    named |= {"objective/kl": float(kls.sum(1).mean()), "objective/kl_coef": beta}
     named |= {"objective/entropy": float((-rollout.logprobs * mask).sum(1).mean())}
-    arrays = {"kl_dist": kls.sum(1), "logprobs": rollout.logprobs, "ref_logprobs": reference}
-    named |= {f"objective/{name}": x.cpu().numpy() for name, x in arrays.items() if x is not None}
+    named |= {f"objective/{name}": x.cpu().numpy() for name, x in arrays.items()}
     for name, lengths in (("queries", rollout.prompt_mask.sum(1)), ("responses", mask.sum(1))):
         named[f"tokens/{name}_len_mean"] = float(lengths.float().mean())
         named[f"tokens/{name}_len_std"] = float(lengths.float().std())
         named[f"tokens/{name}_dist"] = lengths.float().cpu().numpy()
     ours = {"ppo/loss/policy": "policy_loss", "ppo/loss/value": "value_loss", "ppo/loss/total": "loss"}
-    ours |= {"ppo/policy/entropy": "entropy", "ppo/policy/approxkl": "approx_kl_k3", "ppo/learning_rate": "lr"}
-    ours |= {"ppo/policy/policykl": "approx_kl_k1", "ppo/policy/clipfrac": "clip_fraction"}
-    ours |= {"ppo/policy/ratio": "ratio_mean"}
+    ours |= {"ppo/policy/entropy": "entropy", "ppo/policy/policykl": "approx_kl_k1", "ppo/learning_rate": "lr"}
+    ours |= {"ppo/policy/clipfrac": "clip_fraction", "ppo/policy/ratio": "ratio_mean"}
     return named | {name: metrics[own] for name, own in ours.items() if own in metrics}

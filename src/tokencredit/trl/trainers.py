@@ -12,23 +12,30 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.runs.folder import saved
+from tokencredit.learn.rng import seed_all
+from tokencredit.runs.folder import RunFolder, saved
 from tokencredit.runs.summary import OPEN_END
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AuditConfig, RunConfig
 from tokencredit.text.data.hub import upload
 from tokencredit.text.models.critic import critic_folder
+from tokencredit.text.models.model_loading import weights_digest
+from tokencredit.text.models.peft_models import active_adapter
 from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
 from tokencredit.text.rewards.calls import Term
 from tokencredit.trl.arguments import (
+    CONFIG,
+    MODEL,
     ROWS,
+    TOKENIZER,
     RewardOfIds,
     check_value_model,
     equal,
@@ -36,11 +43,13 @@ from tokencredit.trl.arguments import (
     of_optimizer,
     padded,
     prompts_of,
+    require,
     trl_terms,
 )
+from tokencredit.trl.config import PPOConfig as Config
 from tokencredit.trl.config import further, refuse_unknown, settings_of
 from tokencredit.trl.metrics import Relay, statistics
-from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, create_reference_model, same_but_head
+from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, freeze_layers, same_but_head
 
 ONLY_NEW = {"args", "processing_class", "policy", "ref_policy", "reward_model", "value_model", "train_dataset"}
 """Arguments of TRL 0.12 to 1.9, not of its loop before."""
@@ -60,10 +69,14 @@ class PPOTrainer:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOTrainer:
         """A trainer of the version whose arguments these are."""
+        if issubclass(cls, TrainingTrainer | SteppingTrainer):
+            return super().__new__(cls)
+        if cls is not PPOTrainer:
+            bases = "TrainingTrainer (which has train) or SteppingTrainer (step)"
+            raise ConfigError(f"{cls.__name__} must be a subclass of {bases} of tokencredit.trl.trainers")
         new = ONLY_NEW & kwargs.keys() or (len(args) > 1 and isinstance(args[1], PreTrainedTokenizerBase))
-        chosen = (TrainingTrainer if new else SteppingTrainer) if cls is PPOTrainer else cls
-        known = [*signature(chosen.__init__).parameters][1:]
-        refuse_unknown("PPOTrainer", kwargs, known)
+        chosen = TrainingTrainer if new else SteppingTrainer
+        refuse_unknown("PPOTrainer", kwargs, [*signature(chosen.__init__).parameters][1:])
         return super().__new__(chosen)
 
     @property
@@ -112,6 +125,8 @@ class PPOTrainer:
             reference.lm.load_state_dict(given.state_dict())
         except RuntimeError as error:
             raise ConfigError(f"ref_model is not of the model's architecture: {error}") from error
+        part = {"name": type(given).__name__, "digest": weights_digest(given)}
+        self.trainer.record.parts["ref_model"] = part
 
     def responses(
         self,
@@ -165,6 +180,9 @@ class TrainingTrainer(PPOTrainer):
         needed |= {"reward_model": reward_model, "train_dataset": train_dataset}
         if missing := [name for name, value in needed.items() if value is None]:
             raise ConfigError(f"PPOTrainer needs {', '.join(missing)}")
+        require(Config, CONFIG, args=self.args)
+        require(PreTrainedTokenizerBase, TOKENIZER, processing_class=self.tokenizer)
+        require(nn.Module | None, MODEL, model=self.model, ref_model=self.ref_model)
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
         if self.args.push_to_hub and self.args.hub_private_repo:
@@ -175,12 +193,15 @@ class TrainingTrainer(PPOTrainer):
         processes = Processes(here.get("run.timeout", RunConfig().timeout))
         world = processes.count
         settings, lines = settings_of(self.args, old=False, rows=len(train_dataset), world_size=world)
-        settings |= self._stops() | self._critic(own, processes) | {"prompts.column": "input_ids"} | here
+        run = (settings | here).get("run.dir")
+        run = processes.texts(str(RunFolder(run and str(run)).path))[0]
+        settings |= self._stops() | self._critic(own, processes, run) | {"prompts.column": "input_ids"} | here
+        settings["run.dir"] = run
         # As TRL does; a change is said and written down.
         settings["run.allow_changed"] = ["reward_funcs", "reward", "callbacks", *settings.get("run.allow_changed", ())]
         if type(data_collator) not in (type(None), DataCollatorWithPadding):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
-        self.relay = Relay(self, callbacks or ())
+        self.relay = Relay(self, callbacks)
         self.state = self.relay.state
         if isinstance(reward_model, nn.Module):
             reward_model = Term("reward_model", 1.0, RewardOfIds(reward_model, self.tokenizer))
@@ -226,12 +247,17 @@ class TrainingTrainer(PPOTrainer):
     def _choose_adapter(self) -> None:
         """Train `model_adapter_name`; `ConfigError` unless `ref_adapter_name` begins with the same weights."""
         own, other = self.args.model_adapter_name, self.args.ref_adapter_name
+        adapters = getattr(self.model, "peft_config", {})
+        for name, adapter in {"model_adapter_name": own, "ref_adapter_name": other}.items():
+            if adapter is not None and adapter not in adapters:
+                there = f"the adapters {', '.join(adapters)}" if adapters else "no adapter"
+                raise ConfigError(f"{name} is {adapter!r}, and model has {there}")
         if own is not None:
             self.model.set_adapter(own)
         if other is not None:
-            weights, own = dict(self.model.named_parameters()), own or "default"
-            pairs = [(x, weights[n.replace(f".{other}.", f".{own}.")]) for n, x in weights.items() if f".{other}." in n]
-            if not pairs or not all(torch.equal(one, two) for one, two in pairs):
+            own, weights = active_adapter(self.model), dict(self.model.named_parameters())
+            one, two = ({n.replace(f".{x}.", "."): weights[n] for n in weights if f".{x}." in n} for x in (own, other))
+            if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
                 raise ConfigError(f"ref_adapter_name {other!r} differs from {own!r}, whose start is the reference here")
             self.model.delete_adapter(other)
 
@@ -246,16 +272,16 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError("missing_eos_penalty needs stop_token='eos' here, or every completion counts as cut off")
         return {"rollout.stop_at_eos": kind == "eos" or token is not None}
 
-    def _critic(self, tokenizer: PreTrainedTokenizerBase, processes: Processes) -> dict[str, Any]:
-        """Settings of the value model: the folder in which it is saved as it is, its score head too.
+    def _critic(self, tokenizer: PreTrainedTokenizerBase, processes: Processes, run: str) -> dict[str, Any]:
+        """Settings of the value model: the folder beside the run's in which it is saved as it is, its score head too.
 
         A script's head is random anew in each process. That of a run with a checkpoint, which can only go on, stays.
         """
         if self.value_model is None:
             return {"critic.name": None}
         check_value_model(self.value_model, tokenizer)
-        folder, begun = f"{Path(self.args.output_dir)}-value-model", saved(Path(self.args.output_dir))
-        if processes.main and not (begun and same_but_head(self.value_model, Path(folder))):
+        folder = f"{run}-value-model"
+        if processes.main and not (saved(Path(run)) and same_but_head(self.value_model, Path(folder))):
             self.value_model.save_pretrained(folder)
         processes.wait()
         return {"critic.name": folder}
@@ -278,20 +304,25 @@ class SteppingTrainer(PPOTrainer):
         training_data_collator: Any = None,
     ):
         """Build the trainer from TRL's arguments; its run ends with `close`, or with the script."""
-        if not isinstance(model, AutoModelForCausalLMWithValueHead):
-            raise ConfigError(
-                f"model is a {type(model).__name__}; it must be an AutoModelForCausalLMWithValueHead of tokencredit.trl"
-            )
+        require(Config, CONFIG, config=config)
+        kind = AutoModelForCausalLMWithValueHead
+        require(kind, f"an {kind.__name__} of tokencredit.trl", model=model)
+        require(nn.Module | None, MODEL, ref_model=ref_model)
+        require(PreTrainedTokenizerBase, TOKENIZER, tokenizer=tokenizer)
         if lr_scheduler is not None:
             raise ConfigError("lr_scheduler would train otherwise than config says; leave it out")
         self.config, self.model, self.ref_model, self.tokenizer = config, model, ref_model, tokenizer
-        if num_shared_layers is not None and ref_model is None:
-            create_reference_model(model, num_shared_layers)  # freezes the layers
-        settings, lines = settings_of(config, old=True)
+        here = further(config)
+        processes = Processes(here.get("run.timeout", RunConfig().timeout))
+        settings, lines = settings_of(config, old=True, world_size=processes.count)
         config.use(old=True)
+        if num_shared_layers is not None and ref_model is None:
+            freeze_layers(model, num_shared_layers)
+        elif num_shared_layers is not None:
+            lines.append("num_shared_layers: ref_model is given, and shares no layers")
         settings |= {"run.iterations": OPEN_END, "run.save_every": 0} | of_optimizer(optimizer)
         settings.pop("run.dir", None)  # exp_name, which is no folder
-        settings |= further(config)
+        settings |= here
         lines += [f"{name}: the critic's head starts at 0" for name in model.ignored]
         if training_data_collator is not None:
             lines.append("training_data_collator: updates are padded by a mask")
@@ -302,9 +333,12 @@ class SteppingTrainer(PPOTrainer):
         self.current_device, self.optimizer = self.trainer.processes.device, self.trainer.learner.optimizer
         self.take_reference(given, same)
         self.dataset, self.dataloader = dataset, None
+        seed_all(self.trainer.args.seed + processes.rank)  # as TRL does: sampling draws from the global ones
         if dataset is not None:
-            options = {"collate_fn": data_collator, "shuffle": True, "drop_last": True}
-            self.dataloader = DataLoader(dataset, config.batch_size, **options)
+            generator = torch.Generator().manual_seed(self.trainer.args.seed)
+            options = {"collate_fn": data_collator, "shuffle": True, "drop_last": True, "generator": generator}
+            rows = DataLoader(dataset, config.batch_size, **options)
+            self.dataloader = prepare_data_loader(rows, num_processes=processes.count, process_index=processes.rank)
         self.say(lines)
         self.trainer.begin()
 

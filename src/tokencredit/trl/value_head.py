@@ -43,8 +43,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Load a model by its name, or take a loaded one; `peft_config` adds an adapter, `reward_adapter` scores."""
         head = {name: kwargs.pop(name) for name in HEAD if name in kwargs}
         model = pretrained_model_name_or_path
-        if isinstance(model, str):
+        if isinstance(model, str | Path):
             model = AutoModelForCausalLM.from_pretrained(model, *args, **kwargs)
+            model.config._name_or_path = str(pretrained_model_name_or_path)  # an adapter's, not its base's
         if getattr(model, "_hf_peft_config_loaded", False) and is_trainable:  # the folder was an adapter's
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_("lora_" in name)
@@ -107,17 +108,24 @@ def create_reference_model(model: Any, num_shared_layers: int | None = None, pat
     `pattern` names a layer, such as `transformer.h.{layer}`; by default the first number in a name counts layers.
     """
     if num_shared_layers is not None:
-        of_layer = re.compile(r"\.(\d+)\." if pattern is None else re.escape(pattern).replace(r"\{layer\}", r"(\d+)\."))
-        found = False
-        for name, parameter in model.named_parameters():
-            match = of_layer.search(name)
-            found = found or match is not None
-            if match and int(match[1]) >= num_shared_layers:
-                break
-            parameter.requires_grad_(False)
-        if not found:
-            raise ConfigError(f"no layer of the model matches the pattern {pattern!r}")
+        freeze_layers(model, num_shared_layers, pattern)
     return deepcopy(model).requires_grad_(False).eval()
+
+
+def freeze_layers(model: Any, count: int, pattern: str | None = None) -> None:
+    """Freeze the first `count` layers, and what is before them; `ConfigError` if no layer is left."""
+    of_layer = re.compile(r"\.(\d+)\." if pattern is None else re.escape(pattern).replace(r"\{layer\}", r"(\d+)\."))
+    below = []
+    for name, parameter in model.named_parameters():
+        match = of_layer.search(name)
+        if match and int(match[1]) >= count:
+            break
+        below.append(parameter)
+    else:
+        matching = "" if pattern is None else f" that match the pattern {pattern!r}"
+        raise ConfigError(f"num_shared_layers is {count}; it must be below the number of layers{matching}")
+    for parameter in below:
+        parameter.requires_grad_(False)
 
 
 def respond_to_batch(model: Any, queries: Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0) -> Tensor:
