@@ -15,6 +15,8 @@ from tokencredit.trl.arguments import require
 
 CALLED = ("on_train_begin", "on_log", "on_step_end", "on_train_end")
 """Methods of a TrainerCallback that are called, in TRL's order."""
+K3 = "approx_kl_k3"
+"""For `approxkl`, which is the mean of ½ (log ratio)² in TRL: equal up to the third order of the log ratio."""
 
 
 class Relay:
@@ -52,7 +54,7 @@ class Relay:
             named["objective/kl"] = kl
         if "entropy" in metrics:
             named["objective/entropy"] = metrics["entropy"] * metrics["length"]
-        ours = {"policy/clipfrac_avg": "clip_fraction", "val/ratio": "ratio_mean"}
+        ours = {"policy/approxkl_avg": K3, "policy/clipfrac_avg": "clip_fraction", "val/ratio": "ratio_mean"}
         ours |= {"loss/policy_avg": "policy_loss", "loss/value_avg": "value_loss", "policy/entropy_avg": "entropy"}
         metrics |= named | {name: metrics[own] for name, own in ours.items() if own in metrics}
         self.state.global_step = int(metrics["iteration"])
@@ -69,7 +71,7 @@ class Relay:
 def statistics(metrics: Mapping[str, float], batch: Any, scores: Sequence[float]) -> dict[str, Any]:
     """Statistics of a step by TRL's names, from the metrics and the batch with its credit.
 
-    No `approxkl`, which is ½ (log ratio)² there: it is not measured. Nothing of the KL without a reference.
+    Nothing of the KL without a reference.
     """
     rollout, mask = batch.rollout, batch.rollout.mask
     reference = batch.reference.logprobs
@@ -94,6 +96,7 @@ def statistics(metrics: Mapping[str, float], batch: Any, scores: Sequence[float]
         named[f"tokens/{name}_len_std"] = float(lengths.float().std())
         named[f"tokens/{name}_dist"] = lengths.float().cpu().numpy()
     ours = {"ppo/loss/policy": "policy_loss", "ppo/loss/value": "value_loss", "ppo/loss/total": "loss"}
-    ours |= {"ppo/policy/entropy": "entropy", "ppo/policy/policykl": "approx_kl_k1", "ppo/learning_rate": "lr"}
+    ours |= {"ppo/policy/entropy": "entropy", "ppo/policy/approxkl": K3, "ppo/learning_rate": "lr"}
+    ours["ppo/policy/policykl"] = "approx_kl_k1"
     ours |= {"ppo/policy/clipfrac": "clip_fraction", "ppo/policy/ratio": "ratio_mean"}
     return named | {name: metrics[own] for name, own in ours.items() if own in metrics}
