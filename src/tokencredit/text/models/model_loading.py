@@ -223,14 +223,14 @@ def max_prompt_length(lm: PreTrainedModel, max_new_tokens: int, budget: int | No
 
 
 def fingerprint(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """SHA-256 digests of a model's weights (`model`) and of its tokenizer (`tokenizer`)."""
+    """Digests of a model's weights (`model`, as `weights_digest`) and of its tokenizer (`tokenizer`, SHA-256)."""
     parts = [tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.special_tokens_map]
     vocabulary = json.dumps(parts, sort_keys=True)
     return {"model": weights_digest(lm), "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()}
 
 
 def weights_digest(model: nn.Module) -> str:
-    """SHA-256 digest of a model's weights and their names."""
+    """SHA-256 digest of the names of a model's weights and of their hashes, by `weight_hash`."""
     weights = [f"{name} {weight_hash(whole(x))}" for name, x in whole_weights(model)]
     return hashlib.sha256("\n".join(weights).encode()).hexdigest()
 
@@ -238,18 +238,19 @@ def weights_digest(model: nn.Module) -> str:
 def folder_digest(name: Any, suffixes: tuple[str, ...] = MODEL_FILES) -> str | None:
     """SHA-256 digest of the files that load a model and its tokenizer from a local folder; None for anything else.
 
-    Weights count by size and `weight_hash`, which takes 0.2 s per GB where SHA-256 takes 1.5 s.
+    Weights count by size and `weight_hash`, which takes less time than SHA-256, by far without instructions for it.
     """
     if not isinstance(name, str) or not Path(name).is_dir():
         return None
     sha = hashlib.sha256()
     for file in sorted(path for path in Path(name).iterdir() if path.suffix in suffixes and path.is_file()):
-        words = file.stat().st_size // 8 if file.suffix == WEIGHTS else 0
+        words = file.stat().st_size // 4 if file.suffix == WEIGHTS else 0
         sha.update(f"{file.name} {file.stat().st_size} ".encode())
         if words:
-            sha.update(str(weight_hash(torch.from_file(str(file), size=words, dtype=torch.int64))).encode())
-        else:
-            sha.update(file.read_bytes())
+            sha.update(str(weight_hash(torch.from_file(str(file), size=words))).encode())
+        with file.open("rb") as rest:
+            rest.seek(4 * words)
+            sha.update(rest.read())
     return sha.hexdigest()
 
 
