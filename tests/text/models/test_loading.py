@@ -55,6 +55,9 @@ def test_every_token_that_ends_a_text_is_known(loaded):
     lm, tokenizer = loaded
     lm.generation_config.eos_token_id = [tokenizer.eos_token_id, 5]
     assert end_ids(lm, tokenizer) == sorted({tokenizer.eos_token_id, 5})
+    lm.generation_config.eos_token_id = ["x", 5]
+    with pytest.raises(ConfigError, match=r"^eos_token_id is \['x', 5\] in generation_config\.json of .*a token id"):
+        end_ids(lm, tokenizer)
 
 
 def test_room_for_prompts(loaded):
