@@ -1,5 +1,7 @@
+import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tokencredit.distributed.processes import Processes
@@ -19,10 +21,12 @@ def test_a_single_token_has_no_pair():
     assert (count, len(distinct), in_rows) == (0, 0, 0)
 
 
-def test_texts_without_a_pair_repeat_none():
+def test_shares_of_pairs_are_unknown_without_a_pair():
     rollout = SimpleNamespace(response_ids=torch.tensor([[7]]), mask=torch.tensor([[True]]))
     batch = SimpleNamespace(rollout=rollout, prompts=SimpleNamespace(texts=["a"]), completions=["b"])
-    assert text_metrics(batch, Processes()) == {"distinct": 1, "distinct_2": 0, "repetition": 0}
+    assert text_metrics(batch, Processes()) == pytest.approx(
+        {"distinct": 1, "distinct_2": math.nan, "repetition": math.nan}, nan_ok=True
+    )
 
 
 def test_texts_of_two_processes_are_counted_once():

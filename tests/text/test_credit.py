@@ -246,7 +246,7 @@ def test_completions_that_were_cut_off_are_left_out_of_the_loss_and_of_whitening
     kept = torch.tensor([[T, F, F], [T, T, F], [F, F, F], [T, F, F]])
     assert torch.equal(experience.mask, kept)
     assert torch.equal(experience.inputs["mask"], kept)
-    assert experience.lengths.tolist() == [scored.rollout.prompt_mask.sum(1)[0] + n for n in (1, 2, 0, 1)]
+    assert experience.lengths.tolist() == [[scored.rollout.prompt_mask.sum(1)[0], n] for n in (1, 2, 0, 1)]
     # whitened: γ = 1, V = 0 and λ = 0.95 leave 1; 0.95 · 3 and 3; 5
     left = torch.tensor([1.0, 2.85, 3.0, 5.0])
     expected = (left - left.mean()) / left.std(correction=0)

@@ -46,6 +46,15 @@ def load(folders, architecture, critic="shared", **changes):
     return model
 
 
+@torch.no_grad()
+def test_entropies_need_no_pass_of_a_separate_critic(model_folders, rollout):
+    model = load(model_folders, "llama", critic="separate")
+    model.critic.trunk.register_forward_pre_hook(lambda *_: pytest.fail("the critic has made a pass"))
+    now = evaluate_rollout(model, rollout, TEMPERATURE, None, entropy=True)
+    assert now.values is rollout.values
+    assert now.entropy[rollout.mask].min() > 0
+
+
 @pytest.mark.parametrize("overhead", [0, 10_000])
 @torch.no_grad()
 def test_micro_batches_do_not_change_log_probs_or_values(architecture, overhead, model_folders, rollout, monkeypatch):

@@ -28,7 +28,7 @@ class Experience:
     mask: Tensor
     """True at the tokens or steps in the loss; may be false in a whole row."""
     lengths: Tensor
-    """`[batch]`, int64: tokens or steps of each row in a forward pass."""
+    """`[batch]`, or `[batch, parts]` if parts are padded apart, int64: tokens or steps of each row in a pass."""
     logprobs: Tensor
     """Log-probs under the policy around which the update clips; with `age`, under the behavior policy."""
     values: Tensor | None

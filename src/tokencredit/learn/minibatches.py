@@ -87,28 +87,32 @@ def micro_batches(minibatch: Experience, budget: int | None, lockstep: Processes
 def length_batches(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
     """Group rows of similar length into batches, to reduce padding.
 
-    Sorts the rows by length and splits them where Σ (rows · longest + overhead) is least, by dynamic programming. The
+    Sorts the rows by length and splits them where Σ (rows · width + overhead) is least, by dynamic programming. The
     overhead is the fixed cost of another forward pass, in tokens. `budget` is the most tokens per batch, padding
     included; `ValueError` if a single row is longer.
 
-    `lengths` are int64 `[batch]`. Returns row indices, one tensor per batch, the longest rows first.
+    `lengths` are int64 `[batch]`, or `[batch, parts]` where parts are padded apart: a batch is as wide as the longest
+    prompt and the longest response together. Returns row indices, one tensor per batch, the longest rows first.
     """
     overhead = PASS_OVERHEAD if lengths.device.type == "cpu" else PASS_OVERHEAD_ON_ACCELERATORS
-    longest = np.sort(np.array(lengths.tolist(), dtype=np.int64))[::-1]
-    if budget is None and longest[0] == longest[-1]:
+    lengths = lengths.view(len(lengths), -1)
+    order = lengths.sum(1).argsort(descending=True, stable=True)
+    parts = np.array(lengths[order].T.tolist(), dtype=np.int64)  # `[parts, batch]`
+    if budget is None and (parts == parts[:, :1]).all():
         return [torch.arange(len(lengths), device=lengths.device)]
-    order = lengths.argsort(descending=True, stable=True)
-    if budget is not None and longest[0] > budget:
-        raise ValueError(f"budget is {budget}; it must be at least {longest[0]}, the tokens of the longest row")
-    min_cost, best_start = np.zeros(len(longest) + 1, dtype=np.int64), np.zeros(len(longest) + 1, dtype=np.int64)
-    for end in range(1, len(longest) + 1):
-        tokens = longest[:end] * np.arange(end, 0, -1)  # of a batch from each row to this one
+    if budget is not None and (longest := parts[:, 0].sum()) > budget:
+        raise ValueError(f"budget is {budget}; it must be at least {longest}, the tokens of the longest row")
+    min_cost, best_start = np.zeros(len(order) + 1, dtype=np.int64), np.zeros(len(order) + 1, dtype=np.int64)
+    widest = np.zeros_like(parts)  # the longest parts of a batch from each row to the present one
+    for end in range(1, len(order) + 1):
+        widest[:, :end] = np.maximum(widest[:, :end], parts[:, end - 1 : end])
+        tokens = widest[:, :end].sum(0) * np.arange(end, 0, -1)
         costs = min_cost[:end] + tokens + overhead
         if budget is not None:
             costs[tokens > budget] = np.iinfo(np.int64).max
         best_start[end] = costs.argmin()
         min_cost[end] = costs[best_start[end]]
-    batches, end = [], len(longest)
+    batches, end = [], len(order)
     while end:
         batches.append(order[best_start[end] : end])
         end = int(best_start[end])

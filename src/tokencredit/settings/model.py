@@ -141,6 +141,11 @@ class CriticConfig(CriticTraining):
     """Stop the gradient of the value loss at the head: a shared trunk is trained by the policy alone, a separate one
     stays frozen."""
 
+    @property
+    def start_anew(self) -> str:
+        """Advice for a new critic in place of a saved one."""
+        return "set critic.init: zeros" if self.name is None else "leave out critic.name"
+
 
 @dataclass
 class ShardingConfig(Group):

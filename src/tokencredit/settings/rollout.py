@@ -46,7 +46,7 @@ class SamplingConfig(Group):
         }
         return [name for name, is_on in on.items() if is_on]
 
-    def check_vllm(self, prefix: str) -> None:
+    def check_vllm(self, prefix: str = "") -> None:
         """Raise `ConfigError` for settings under which vLLM samples from another distribution."""
         least, most = VLLM_TEMPERATURES
         if not least <= self.temperature <= most:
@@ -55,11 +55,11 @@ class SamplingConfig(Group):
             reason = "vLLM applies min_p first, which changes what top_p leaves; leave one out, or use engine: local"
             refuse(self, "min_p top_p", reason, prefix)
 
-    def check_vllm_server(self) -> None:
+    def check_vllm_server(self, prefix: str = "") -> None:
         """Raise `ConfigError` for settings that requests to a vLLM server cannot express."""
         if self.min_new_tokens and not self.stop_at_eos:
             reason = "a vLLM server then draws end-of-sequence tokens before that length: leave one of them out"
-            refuse(self, "min_new_tokens stop_at_eos", reason, "rollout.")
+            refuse(self, "min_new_tokens stop_at_eos", reason, prefix)
 
 
 @dataclass

@@ -222,7 +222,7 @@ class PPOConfig(Configuration):
             self.evaluation_sampling().check_vllm("eval.")
         if rollout.server is not None:
             check_server(rollout.server)
-            rollout.check_vllm_server()
+            rollout.check_vllm_server("rollout.")
         if rollout.engine == "continuous" and rollout.min_new_tokens:
             reason = "continuous batching has no minimum; set rollout.engine: local, or leave it out"
             refuse(self, "rollout.min_new_tokens", reason)

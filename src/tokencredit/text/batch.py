@@ -266,7 +266,7 @@ def text_metrics(batch: Batch, processes: Processes) -> dict[str, float]:
 
     Returns:
         `distinct`, the share of distinct texts; `distinct_2`, the share of distinct token bigrams; and `repetition`,
-        the share of bigrams that repeat one of the same completion.
+        the share of bigrams that repeat one of the same completion; the last two are NaN without a bigram.
     """
     rollout, device = batch.rollout, batch.rollout.mask.device
     hashes = text_hashes(batch.prompts.texts, batch.completions).to(device)
@@ -275,8 +275,8 @@ def text_metrics(batch: Batch, processes: Processes) -> dict[str, float]:
     rows, all_pairs, distinct_in_all_rows = processes.sum(torch.tensor(counts, device=device)).tolist()
     return {
         "distinct": distinct_over_processes(hashes, processes) / rows,
-        "distinct_2": distinct_over_processes(pairs, processes) / max(all_pairs, 1),
-        "repetition": (all_pairs - distinct_in_all_rows) / max(all_pairs, 1),
+        "distinct_2": distinct_over_processes(pairs, processes) / (all_pairs or math.nan),
+        "repetition": (all_pairs - distinct_in_all_rows) / (all_pairs or math.nan),
     }
 
 

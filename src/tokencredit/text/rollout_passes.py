@@ -70,16 +70,14 @@ def evaluate_rollout(
     *,
     entropy: bool = False,
 ) -> Rollout:
-    """The rollout with log-probs by a policy, entropies on request, and values if the critic reads the same states.
+    """The rollout with log-probs by a policy, entropies on request, and values if the critic reads its states.
 
     `processes` is as in `read_by_length`.
     """
-    whole = entropy or (policy.critic is not None and policy.critic.reads_last)
+    values = policy.critic is not None and policy.critic.shared
 
     def read(inputs: Inputs) -> dict[str, Tensor]:
-        if not whole:
-            return {"logprobs": policy.logprobs(inputs, temperature)[0]}
-        outputs = policy(inputs, temperature=temperature, entropy=entropy)
+        outputs = policy(inputs, temperature=temperature, entropy=entropy, values=values)
         named = {"logprobs": outputs.logprobs, "values": outputs.values, "entropy": outputs.stats.entropy}
         return {name: x for name, x in named.items() if x is not None}
 

@@ -113,8 +113,12 @@ class SamplingOptions(Named):
             "eval": replace(config.eval, max_new_tokens=None, temperature=None),
         }
         config = replace(config, seed=seed, model=model, **untrained)
-        config = with_engine(config, self.engine or "local", self.server, self.server_folder)
-        config = replace(config, rollout=replace(config.rollout, **{x: getattr(sampling, x) for x in SAMPLING}))
+        try:
+            config = with_engine(config, self.engine or "local", self.server, self.server_folder)
+            config = replace(config, rollout=replace(config.rollout, **{x: getattr(sampling, x) for x in SAMPLING}))
+        except ConfigError as error:
+            error.args = (str(error).replace("rollout.", ""),)  # these options are the keys of sampling themselves
+            raise
         refuse_foreign_code(config, no_code)
         return config
 

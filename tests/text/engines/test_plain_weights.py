@@ -23,6 +23,7 @@ ADAPTERS = {
     "lora": peft.LoraConfig(r=2, lora_alpha=8),
     "lora of embeddings": peft.LoraConfig(r=2, lora_alpha=8, target_modules=["embed_tokens", "q_proj"]),
     "trained biases": peft.LoraConfig(r=2, lora_alpha=8, bias="lora_only"),
+    "biases of its own": peft.LoraConfig(r=2, lora_alpha=8, lora_bias=True),
     "rank-stabilised": peft.LoraConfig(r=2, lora_alpha=8, use_rslora=True),
     "dora": peft.LoraConfig(r=2, lora_alpha=8, use_dora=True),
     "whole modules": peft.LoraConfig(r=2, lora_alpha=8, target_modules=["c_attn"], modules_to_save=["c_proj"]),

@@ -84,8 +84,9 @@ def test_a_text_can_end_a_completion(model, tokenizer):
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8}])
-def test_with_filters_the_draw_has_the_log_prob_of_the_filtered_distribution(filters, model, tokenizer):
+def test_with_filters_the_draw_has_the_log_prob_of_the_filtered_distribution(filters, model, tokenizer, caplog):
     rollout = generate(engine_of(model, tokenizer), **filters)
+    assert not caplog.records
     now = model(rollout.inputs(), temperature=0.7, entropy=True)
     ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)
     mask = torch.cat([rollout.prompt_mask, rollout.mask], 1)
@@ -199,6 +200,13 @@ def test_a_probe_fits_into_a_sampler_that_takes_less_than_the_model(model, token
     sampler = OwnWeights(model, tokenizer)
     sampler.longest = 64
     engine = engine_of(model, tokenizer, sampler)
+    engine.weights_changed()
+    assert engine.probe.rollout.prompt_ids.shape[1] == 56
+
+
+def test_a_probe_is_longer_than_rows_that_a_small_budget_limits(model, tokenizer):
+    engine = engine_of(model, tokenizer, OwnWeights(model, tokenizer))
+    engine.budget = 8
     engine.weights_changed()
     assert engine.probe.rollout.prompt_ids.shape[1] == 56
 

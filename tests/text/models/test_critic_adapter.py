@@ -155,7 +155,9 @@ def test_a_value_head_beside_an_adapter_reads_a_copy_of_that_adapter(model_folde
     weight = torch.linspace(-1, 1, lm.config.hidden_size)[None]
     save_file({"v_head.summary.weight": weight}, tmp_path / "value_head.safetensors")
     args, critic = ModelConfig(name=str(tmp_path)), replace(ADAPTER, init="saved", prefix_every=0)
-    with pytest.raises(ConfigError, match=r"critic\.lora\.rank is 2, and the critic saved in .* has rank 4; give that"):
+    with pytest.raises(
+        ConfigError, match=r"critic\.lora\.rank is 2, and .* has rank 4; give that, or, for a new critic, set"
+    ):
         build_policy(*load_start(args), args, critic)
     policy, notes = build_policy(*load_start(args), args, replace(critic, lora=LoraConfig(rank=4)))
     assert notes[0].startswith("the critic begins with the values of v_head.summary.weight")
@@ -164,6 +166,14 @@ def test_a_value_head_beside_an_adapter_reads_a_copy_of_that_adapter(model_folde
     inputs = {"prompt_ids": ids[:, :2], "response_ids": ids[:, 2:]}
     inputs |= {"prompt_mask": torch.ones(1, 2, dtype=torch.bool), "mask": torch.ones(1, 3, dtype=torch.bool)}
     torch.testing.assert_close(policy.critic_outputs(inputs).values, expected[:, 1:4], atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_given_as_critic_name_is_not_the_trunk_of_a_separate_critic(model_folders, tmp_path):
+    _, tokenizer = load_start(ModelConfig(name=str(model_folders["llama"])))
+    save_policy(tmp_path / "policy", policy_of(model_folders["llama"]), tokenizer, tmp_path / "critic")
+    alone = replace(ADAPTER, lora=LoraConfig(), name=str(tmp_path / "policy"))
+    with pytest.raises(ConfigError, match=r"is an adapter; set .* for a new critic, leave out critic\.name$"):
+        policy_of(model_folders["llama"], alone)
 
 
 def test_the_base_of_a_saved_critic_is_told_by_its_weights(model_folders, tmp_path):
@@ -187,7 +197,9 @@ def test_the_base_of_a_saved_critic_is_told_by_its_weights(model_folders, tmp_pa
             _, notes = build_policy(*load_start(args), args, again)
             assert notes == [f"the critic continues from the one saved in {tmp_path / 'critic'}"]
         else:
-            with pytest.raises(ConfigError, match=r"has the base '.*other', other weights; set critic\.init: zeros"):
+            with pytest.raises(
+                ConfigError, match=r"has the base '.*other', other weights; for a new .* critic\.init: zeros"
+            ):
                 build_policy(*load_start(args), args, again)
 
 

@@ -17,11 +17,12 @@ from transformers.activations import NewGELUActivation
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.data.hub import upload
-from tokencredit.text.models.architecture import fuse_gelu
+from tokencredit.text.models.architecture import HASHED, fuse_gelu, weight_hash
 from tokencredit.text.models.model_checks import check_policy
 from tokencredit.text.models.model_loading import (
     check_language_model,
     end_ids,
+    folder_digest,
     load_language_model,
     max_prompt_length,
     resolve,
@@ -54,6 +55,9 @@ def test_every_token_that_ends_a_text_is_known(loaded):
     lm, tokenizer = loaded
     lm.generation_config.eos_token_id = [tokenizer.eos_token_id, 5]
     assert end_ids(lm, tokenizer) == sorted({tokenizer.eos_token_id, 5})
+    lm.generation_config.eos_token_id = ["x", 5]
+    with pytest.raises(ConfigError, match=r"^eos_token_id is \['x', 5\] in generation_config\.json of .*a token id"):
+        end_ids(lm, tokenizer)
 
 
 def test_room_for_prompts(loaded):
@@ -237,6 +241,37 @@ def test_an_adapter_that_fits_no_layer(model_folders, targets, message):
     args = ModelConfig(name=str(model_folders["llama"]), lora=LoraConfig(rank=4, target_modules=targets))
     with pytest.raises(ConfigError, match=message):
         build_policy(*load_language_model(args), args, CriticConfig())
+
+
+def test_a_weights_hash_is_of_its_numbers_and_their_places():
+    one = torch.randn(6, HASHED // 4).bfloat16().float()
+    parts = one.flatten().split(HASHED)
+    others = {
+        "negated": -one,
+        "two negated": torch.cat([-one[:, :2], one[:, 2:]], dim=1),
+        "rows swapped": one[[1, 0, *range(2, 6)]],
+        "columns swapped": torch.cat([one[:, 1:2], one[:, :1], one[:, 2:]], dim=1),
+        "parts swapped": torch.cat(parts[::-1]),
+        "a part alone": parts[0],
+        "one ulp": torch.cat([one.view(torch.int32)[:-1].view(torch.float32), one[-1:].nextafter(one[-1:] + 1)]),
+        **{f"{number} × {count}": torch.full((count,), float(number)) for number in (0, 1) for count in (0, 4, 5)},
+    }
+    hashes = {name: weight_hash(x) for name, x in others.items()} | {"itself": weight_hash(one)}
+    assert hashes.pop("0 × 0") == hashes["1 × 0"]
+    assert len(set(hashes.values())) == len(hashes)
+    for dtype in (torch.bfloat16, torch.float64):
+        assert weight_hash(one.to(dtype)) == hashes["itself"]
+    assert weight_hash(one.T.contiguous().T) == hashes["itself"], "strides do not count"
+
+
+@pytest.mark.parametrize("size", [2, 4, 9, 15])
+def test_a_folders_digest_is_of_every_byte(size, tmp_path):
+    file = tmp_path / "model.safetensors"
+    digests = []
+    for place in range(size):
+        file.write_bytes(bytes(i == place for i in range(size)))
+        digests.append(folder_digest(str(tmp_path)))
+    assert len(set(digests)) == size
 
 
 def test_fused_gelu_gives_what_the_model_gives():

@@ -56,8 +56,8 @@ class Rollout:
         return Rollout(**rows)
 
     def lengths(self) -> Tensor:
-        """Length of each prompt plus its response, in tokens."""
-        return self.prompt_mask.sum(1) + extents(self.mask)
+        """Lengths of each prompt and of its response, in tokens, `[batch, 2]`."""
+        return torch.stack([self.prompt_mask.sum(1), extents(self.mask)], dim=1)
 
     def response_lengths(self) -> Tensor:
         """Length of each response in tokens, those of an environment between turns included, `[batch]`."""

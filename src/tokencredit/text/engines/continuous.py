@@ -94,6 +94,7 @@ def pages_of(request: Request) -> int:
     return -(-(len(request.tokens) + request.limit) // PAGE) + 1
 
 
+@errors_alone()  # it warns of min_p, which works
 def manager_of(lm: Any, requests: Sequence[Request], settings: SamplingConfig, *, shares_prefixes: bool = True) -> Any:
     """A manager, not started, with a cache for these requests or, if that is too large, for as many as fit.
 

@@ -98,10 +98,13 @@ def _whole_tensors(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _only_linear(lm: PreTrainedModel, adapter: str) -> bool:
-    """True if all adapted layers are LoRA's plain linear ones, whose change of the weight is one matrix."""
+    """True if all adapted layers are LoRA's plain linear ones, whose only change is one matrix added to the weight."""
     from peft.tuners.lora import Linear
 
-    return all(type(layer) is Linear and adapter not in layer.lora_variant for layer in adapter_layers(lm))
+    return all(
+        type(layer) is Linear and adapter not in layer.lora_variant and not layer.lora_bias.get(adapter)
+        for layer in adapter_layers(lm)
+    )
 
 
 def _with_lora(lm: PreTrainedModel, adapter: str) -> Iterator[tuple[str, Tensor]]:

@@ -170,15 +170,17 @@ class RequestEngine(Engine):
                 drawn = None if later else self._sample_probe()
             with processes.agreed(EngineLost, RunStopped):
                 drawn = self._sample_probe() if drawn is None else drawn
+            # A row of the probe may be longer than those of the run.
+            budget = self.budget and max(self.budget, PROMPT + NEW)
             with self.precision.no_grad():
-                logprobs = rollout_logprobs(self.policy, drawn, TEMPERATURE, self.budget, self.in_step)
+                logprobs = rollout_logprobs(self.policy, drawn, TEMPERATURE, budget, self.in_step)
             self.probe = Probe(drawn, logprobs) if self.probe is None else self.probe.after(drawn, logprobs)
         with processes.agreed(RunStopped):
             self.probe.require(self.sampler.name, bfloat16=self.precision.bfloat16)
         self.lost = False
 
     def _sample_probe(self) -> Rollout:
-        lengths = (PROMPT, max_prompt_length(self.policy.lm, NEW, self.budget), (self.longest or PROMPT + NEW) - NEW)
+        lengths = (PROMPT, max_prompt_length(self.policy.lm, NEW), (self.longest or PROMPT + NEW) - NEW)
         number = 0 if self.probe is None else self.probe.number + 1
         with self.losing():
             return sample_probe(self.sampler, self.tokenizer, min(filter(None, lengths)), number, self.precision.device)

@@ -133,6 +133,7 @@ class ActorCritic(nn.Module):
         policy_loss: PolicyLoss | None = None,
         entropy: bool = False,
         reference: ActorCritic | None = None,
+        values: bool = True,
     ) -> PolicyOutputs:
         """Compute the loss, log-probs, values, entropies and KL of responses.
 
@@ -142,10 +143,11 @@ class ActorCritic(nn.Module):
             policy_loss: loss as a function of log-probs, entropies and KL; None for no training.
             entropy: also compute the entropy at each position.
             reference: also compute the exact KL to this model, from `ref_hidden` in the inputs.
+            values: also compute values, if there is a critic.
 
         Returns:
             The loss; statistics of the tokens, in float32 and nats; the critic's values of the states before each
-            token, or None without a critic. All but the loss are `[batch, time]`. Loss and values carry gradients.
+            token, or None without them. All but the loss are `[batch, time]`. Loss and values carry gradients.
         """
         # One host sync: where the sampled tokens are. Everything after it runs without waiting for the device.
         extent, loss = Extent.of(inputs), policy_loss or NoLoss()
@@ -153,7 +155,7 @@ class ActorCritic(nn.Module):
         total, stats, states = within(self.lm, self._losses, inputs, extent, temperature, loss, entropy, reference)
         # Back to [batch, time], with 0 where the policy did not act.
         stats = TokenStats(*(None if x is None else extent.scatter(x, inputs["mask"].shape) for x in stats))
-        if self.critic is None:
+        if self.critic is None or not values:
             return PolicyOutputs(total, stats)
         # The critic: its head on the states above, or a pass through a trunk of its own.
         return PolicyOutputs(total, stats, self._outputs(inputs, extent, states if self.critic.shared else None))

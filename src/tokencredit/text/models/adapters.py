@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 
 from tokencredit.distributed.sharding import is_sharded, whole
 from tokencredit.errors import ConfigError
-from tokencredit.settings.model import LoraConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.models.architecture import weight_hash
 from tokencredit.text.models.model_loading import same_weights
 from tokencredit.text.models.peft_models import (
@@ -81,23 +81,26 @@ class AdapterSwitch:
         """Contexts of a checkpointed layer and of its recomputation, which takes place when another adapter is on."""
         return nullcontext(), self.switched(self.active)
 
-    def add_critic(self, args: LoraConfig, saved: Path | None = None) -> None:
+    def add_critic(self, args: CriticConfig, saved: Path | None = None) -> None:
         """Add the adapter of a critic, a saved one or a new one, which begins as the base model.
 
         Raises:
             ConfigError: the policy's adapter is more than plain LoRA, the saved one has another rank or base, or no
                 layer matches `critic.lora.target_modules`.
         """
-        key = f"critic.lora.rank is {args.rank}"
+        key = f"critic.lora.rank is {args.lora.rank}"
         check_plain(self.model.peft_config[self.name], key, "on a base that policy and critic share", "critic.lora")
-        config = lora_config(args) if saved is None else saved_config(str(saved))
+        config = lora_config(args.lora) if saved is None else saved_config(str(saved))
         base = str(getattr(self.lm, "name_or_path", ""))
-        if saved is not None and config.r != args.rank:
-            raise ConfigError(f"{key}, and the critic saved in {saved} has rank {config.r}; give that, or critic.init")
+        if saved is not None and config.r != args.lora.rank:
+            raise ConfigError(
+                f"{key}, and the critic saved in {saved} has rank {config.r}; give that, or, for a new critic, "
+                f"{args.start_anew}"
+            )
         if saved is not None and base and not same_weights(config.base_model_name_or_path or base, base):
             raise ConfigError(
                 f"the critic saved in {saved} is an adapter of {config.base_model_name_or_path!r}, and that of the "
-                f"policy has the base {base!r}, other weights; set critic.init: zeros to start a new one"
+                f"policy has the base {base!r}, other weights; for a new critic, {args.start_anew}"
             )
         trained = {name for name, p in self.lm.named_parameters() if p.requires_grad}
         with peft_errors("critic.lora cannot be used"):

@@ -11,6 +11,11 @@ from transformers.activations import NewGELUActivation
 
 from tokencredit.errors import ConfigError
 
+HASHED = 2**15
+"""Numbers that `weight_hash` takes at a time, few enough for a CPU's cache."""
+MIXER = -0x61C8864680B583EB
+"""2⁶⁴ divided by the golden ratio, as int64: an odd factor that spreads small numbers over all bits."""
+
 
 def trunk_of(lm: PreTrainedModel) -> PreTrainedModel:
     """A language model without its output projection."""
@@ -108,8 +113,18 @@ def attention_of(trunk: nn.Module) -> list[nn.Module]:
 
 
 def weight_hash(weight: Tensor) -> int:
-    """A hash of a weight, to detect changes."""
-    return int(torch.hash_tensor(weight).view(torch.int64))
+    """A hash of a weight's numbers, in float32, and their places, to detect changes; the same on every device.
+
+    The sum modulo 2⁶⁴ of 32-bit words times factors of their places; other numbers share it once in 2³² times.
+    """
+    words = weight.detach().float().flatten().view(torch.int32)
+    factors = torch.arange(1, min(len(words), HASHED) + 1, device=words.device) * MIXER
+    factors = (factors ^ (factors >> 29)) * MIXER
+    factors ^= factors >> 32
+    total = torch.tensor(len(words), device=words.device)
+    for part in words.split(HASHED):
+        total = total * MIXER + (part * factors[: len(part)]).sum()
+    return int(total)
 
 
 def fuse_gelu(model: nn.Module) -> None:

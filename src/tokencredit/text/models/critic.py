@@ -321,7 +321,8 @@ def build_trunk(
     own, key = None if saved is None else saved.trunk, "model.name" if args.name is None else "critic.name"
     if saved is not None and saved.adapted and saved.layer is None:
         raise ConfigError(
-            f"the critic saved in {saved.folder} is an adapter; set critic.lora.rank, or critic.init: zeros"
+            f"the critic saved in {saved.folder} is an adapter; set critic.lora.rank or, for a new critic, "
+            f"{args.start_anew}"
         )
     if own is None and args.name is None:
         trunk = copied_trunk(lm, model, sharding)
@@ -329,7 +330,7 @@ def build_trunk(
         with naming(key):
             loaded = None if own is None else load_saved_trunk(own, lm, model, sharding)
             trunk = loaded or load_trunk(name, saved, model, sharding)
-            check_vocabulary(str(own or name), trunk, tokenizer)
+            check_vocabulary(str(own or name), trunk, tokenizer, "give a model with the policy's vocabulary")
             check_tokenizer(f"{key} is {name!r}", str(own or name), model, tokenizer)
     count = trunk.config.get_text_config().num_hidden_layers
     if own is not None and args.layers not in (None, count):

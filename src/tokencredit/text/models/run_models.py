@@ -259,7 +259,7 @@ def add_critic(critic: CriticConfig, model: ModelConfig, adapter: Adapter | None
             f"critic.lora.rank is {critic.lora.rank}, and critic.name is {critic.name!r}, whose critic has weights of "
             "its own, or none; give a run with critic.lora, or leave out one of the two"
         )
-    adapter.add_critic(critic.lora, saved.folder if saved is not None and adapted else None)
+    adapter.add_critic(critic, saved.folder if saved is not None and adapted else None)
 
 
 def check_trained(name: str, policy: ActorCritic) -> None:

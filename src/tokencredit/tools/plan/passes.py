@@ -69,7 +69,7 @@ def build_skeletons(work: Work) -> tuple[ActorCritic, ActorCritic | None]:
         raise ConfigError(f"critic.lora.rank is {args.lora.rank}, and the policy has no adapter; set model.lora.rank")
     check_adapted(config.model.name, lm)
     if switch is not None:
-        switch.add_critic(args.lora)
+        switch.add_critic(args)
     if config.model.gradient_checkpointing:
         for part in filter(None, (lm, trunk)):
             enable_checkpointing(part, switch)

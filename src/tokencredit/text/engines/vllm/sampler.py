@@ -70,7 +70,7 @@ class VllmSampler(Sampler):
 
     def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Sample all requests in batches that vLLM schedules."""
-        settings.check_vllm("sampling.")
+        settings.check_vllm()
         self._wake("weights", "kv_cache")
         left: dict[str, Progress] = {}
         try:

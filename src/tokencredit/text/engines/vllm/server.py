@@ -98,7 +98,7 @@ class VllmServer(Sampler):
 
     def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Send all requests at once, at most `IN_FLIGHT`; a failure, or an exception of `ended`, cancels the rest."""
-        settings.check_vllm("sampling.")
+        settings.check_vllm()
         settings.check_vllm_server()
         self._check_lengths(requests)
         results: queue.SimpleQueue[tuple[int, Completion | Exception]] = queue.SimpleQueue()
