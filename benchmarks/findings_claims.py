@@ -16,7 +16,6 @@ from findings_measures import (
     early,
     end,
     gained,
-    has,
     judged,
     lately,
     share,
@@ -68,8 +67,6 @@ SAO = {
 LEARNED_OR_NONE = ("learned critic", "group_relative", "leave_one_out")
 """Variants without scores of prefixes that were run in three worlds."""
 RETURN = "train/average_return"
-OWN_STEPS = "critic_value_loss"
-"""Metric of a critic that learns in steps of its own."""
 LAMBDA_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
     "λ = 0.95 ends above 0 and 1": (end, [("0.95", "0", RETURN), ("0.95", "1", RETURN)]),
     "0 starts fastest": (early, [("0", "0.95", RETURN), ("0", "1", RETURN)]),
@@ -139,14 +136,20 @@ WORLDS = {"builtin": "built-in reviews", "trec": "questions", "subj": "film sent
 
 
 def by_lambda(studies: Studies) -> dict[str, Study]:
-    """The runs of each λ by environment and, beside the plain policy gradient, algorithm; none of older recipes."""
+    """The runs of each λ by environment and, beside the plain policy gradient, algorithm."""
+    places = {
+        ("humanoid", ""): "HumanoidStandup",
+        ("pendulum", "algorithm=policy_gradient,"): "the pendulum",
+        ("pendulum", "algorithm=ppo,"): "the pendulum with PPO",
+        ("cartpole-lambda", ""): "CartPole with PPO",
+        ("locomotion-lambda", "id=HalfCheetah-v5,"): "HalfCheetah with PPO",
+        ("locomotion-lambda", "id=Humanoid-v5,"): "Humanoid with PPO",
+    }
     sorted_: dict[str, dict[str, Mapping[str, Run]]] = {}
-    for name, study in {"HumanoidStandup": studies["humanoid"], "the pendulum": studies["pendulum"]}.items():
-        for variant, runs in study.items() if has(study, OWN_STEPS) else ():
-            place = f"{name} with PPO" if variant.startswith("algorithm=ppo,") else name
-            sorted_.setdefault(place, {})[variant.rpartition("lam=")[2]] = runs
-    if cartpole := studies.get("cartpole-lambda"):
-        sorted_["CartPole with PPO"] = {variant.rpartition("lam=")[2]: runs for variant, runs in cartpole.items()}
+    for (name, start), place in places.items():
+        for variant, runs in studies.get(name, {}).items():
+            if variant.startswith(f"{start}lam="):
+                sorted_.setdefault(place, {})[variant.removeprefix(f"{start}lam=")] = runs
     return sorted_
 
 
@@ -182,19 +185,6 @@ def verdicts_by_place(
         verdicts = {place: judged(study, *claims[name])[0] for place, study in places.items()}
         texts.append(f"{name}: " + ", ".join(f"{text} on {place}" for place, text in verdicts.items()))
     return "; ".join(texts)
-
-
-def older_lambda(studies: Studies) -> str:
-    """A note on kept runs from before the critic had steps of its own."""
-    places = {"HumanoidStandup": "humanoid", "the pendulum": "pendulum"}
-    older = [place for place, name in places.items() if not has(studies[name], OWN_STEPS)]
-    if not older:
-        return "All runs are of these recipes."
-    return (
-        f"**The kept runs on {' and '.join(older)} are of an older recipe, and decide nothing.** λ also changed the "
-        "targets of the critic, which learned in the policy's one step. Rollouts were cut after 1,000 or 250 steps, "
-        "and rewards divided by the deviation of a return that carried on over truncations."
-    )
 
 
 def uniform_verdict(text: Study, cartpole: Study) -> str:

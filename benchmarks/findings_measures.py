@@ -305,11 +305,6 @@ def judged(
     return verdict(pairs, all_run=not missing), shown
 
 
-def has(study: Study, metric: str) -> bool:
-    """True if a run of the study has this metric."""
-    return any(metric in run for runs in study.values() for run in runs.values())
-
-
 def there(study: Study, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Pairs of variants that were both run."""
     return [pair for pair in pairs if set(pair) <= set(study)]

@@ -51,6 +51,7 @@ STUDIES = {
     "humanoid": "humanoid-lambda/sweep.yaml",
     "pendulum": "humanoid-lambda/pendulum.yaml",
     "cartpole-lambda": "humanoid-lambda/cartpole.yaml",
+    "locomotion-lambda": "humanoid-lambda/locomotion.yaml",
     "scaling": "scaling/sweep.yaml",
     "planted-credit": "planted-credit/sweep.yaml",
     "planted-kinds": "planted-credit/kinds.yaml",
