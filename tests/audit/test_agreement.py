@@ -9,7 +9,7 @@ import torch
 from helpers.proofs import proofs
 from tokencredit.audit.agreement import audit_metrics, judge_credit, judge_critic, share_real
 from tokencredit.audit.truth import Truth
-from tokencredit.audit.verdict import critic_caution, text_parts
+from tokencredit.audit.verdict import credit_verdict, critic_caution, remedy, text_parts
 
 SLOPE, OFFSET, NOISE = 0.6, 0.2, 0.5
 
@@ -60,6 +60,24 @@ def test_credit_by_hand():
     assert value(credit, "noise") == pytest.approx(0.25 / 14)
     assert value(credit, "error") == pytest.approx(math.sqrt((1 + 9 + 1 + 1) / 4 - 0.25)), "without the truth's noise"
     assert [share_real(x) for x in (None, -0.5, 0.3, 1.2)] == [None, 0.0, pytest.approx(0.09), 1.0]
+
+
+@pytest.mark.parametrize(
+    ("true", "shown", "why"), [(0, 1, "true advantages do not vary"), (1, 0, "ones are all alike")]
+)
+def test_advantages_without_variance_are_not_blamed_on_noise(true, shown, why):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    size = {"iteration": 1, "continuations": 8, "settings": {"completions": 8, "states": 4}}
+    audit = size | {"credit": judge_credit(truth_of(true * x, 0.0), {"a": shown * x}), "critic": None}
+    assert why in credit_verdict(audit)
+    assert remedy(audit, "tokencredit audit run") == "", "no larger audit can tell more"
+
+
+def test_advantages_in_other_units_have_no_error_and_the_same_correlation():
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    plain, scaled = (judge_credit(truth_of(x, 0.1), {"a": 2 * x}, scaled) for scaled in (False, True))
+    assert audit_metrics(plain, None).keys() - audit_metrics(scaled, None).keys() == {"audit/advantage_error"}
+    assert plain["estimators"] == scaled["estimators"]
 
 
 @pytest.mark.parametrize("rows", [2, 5, 6])

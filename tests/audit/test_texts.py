@@ -27,6 +27,7 @@ from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_kind import read_config
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import AdvantageConfig, AuditConfig, KLConfig, OptimConfig, UpdateConfig
+from tokencredit.text.audit.completion_auditor import AuditTooSmall
 from tokencredit.text.audit.continuations import batch_by_position
 from tokencredit.text.audit.cost import Pace, expected
 from tokencredit.text.data.prompts import Prompts
@@ -353,6 +354,14 @@ def test_reward_calls_and_tokens_are_counted_and_stay_within_their_limits(name, 
     assert unlimited.cost.calls <= expected(size, 1, Pace(LENGTH, None)).calls, "some completions are shorter"
     with pytest.raises(ConfigError, match=rf"audit.{name} is 3; it must be at least \d+, for the 4 completions whose"):
         trainer_of(tmp_path / "few", audit=replace(size, **{name: 3}))
+
+
+def test_an_audit_whose_limit_leaves_no_continuation_is_skipped(tmp_path):
+    trainer = trainer_of(tmp_path, audit=AuditConfig(every=1, completions=4, calls=4))
+    with pytest.raises(AuditTooSmall, match=r"^audit\.calls is 4, which leaves no continuation; raise it, or lower"):
+        trainer.auditor.audit(1)
+    assert trainer.train().stopped_by == "iterations"
+    assert not (tmp_path / "run" / "audit.json").exists()
 
 
 def test_the_cost_of_an_audit_by_hand():

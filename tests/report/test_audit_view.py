@@ -172,7 +172,7 @@ def test_audited_completions_are_one_more_iteration(run):
     for ours, theirs in zip(shown, run.audit["samples"], strict=True):
         assert ours["iteration"] == "audit of iteration 3"
         for name, key in (("true advantage", "true_advantages"), ("true value", "true_values")):
-            rounded = [None if x is None else round(x, 4) for x in theirs[key]]
+            rounded = [None if x is None else float(f"{x:.5g}") for x in theirs[key]]
             assert ours["numbers"][name] == rounded
         assert [x is None for x in ours["errors"]["true advantage"]] == [x is None for x in theirs["true_advantages"]]
         assert ours["numbers"]["advantage"] == pytest.approx(theirs["advantages"], abs=1e-4)

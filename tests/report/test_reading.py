@@ -14,7 +14,7 @@ from tokencredit.report.page import render
 from tokencredit.report.reading import ITERATIONS, read_completions, read_run, with_audit
 from tokencredit.report.story import outcome
 from tokencredit.runs.folder import RunFolder
-from tokencredit.runs.jsonl import comparable
+from tokencredit.runs.jsonl import comparable, scored_anew
 from tokencredit.runs.summary import WINDOW
 
 
@@ -384,3 +384,7 @@ def test_episodes_in_parquet_files_are_read_back(copy):
     assert found == [{name: x for name, x in sample.items() if name != "terms"} for sample in episodes[:1]] + [
         found[0] | {"after": "an unpaired surrogate ?"}
     ]
+
+
+def test_a_timeout_of_a_reward_changes_no_score():
+    assert scored_anew([(3, "reward[0].weight"), (5, "reward[0].timeout"), (6, "reward[1].retries")]) == 3

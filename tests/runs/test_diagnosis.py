@@ -670,6 +670,8 @@ def test_groups_of_equal_scores_are_counted_by_their_advantages():
     (found,) = diagnose(rows, config, ended=False)
     assert (found.title, found.cures[0]) == ("most groups have equal scores", "raise rollout.per_prompt")
     assert names([row | {"advantage_std": 0.8} for row in rows], config, ended=False) == []
+    some = [row | {"advantage_std": 0.0 if i % 10 < 4 else 0.8} for i, row in enumerate(rows)]
+    assert names(some, config, ended=False) == [], "4 of 10, whatever the square of the mean deviation says"
     assert names(rows, CONFIG, ended=False) == []
 
 

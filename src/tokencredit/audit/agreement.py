@@ -217,15 +217,15 @@ def reliability(known: Tensor, truth: Truth, values: Tensor, resampling: Resampl
     return diagram
 
 
-def judge_credit(truth: Truth, advantages: Mapping[str, Tensor]) -> dict[str, Any]:
+def judge_credit(truth: Truth, advantages: Mapping[str, Tensor], scaled: bool = False) -> dict[str, Any]:
     """Compare estimators' advantages, `[rows, time]` each by label, with the truth; the first is the one shown.
 
     Returns:
         `tokens`, the number of known ones; `significant`, the number of those whose true advantage is over two standard
-        errors from 0; `noise`, the share of the truth's variance that is noise; `shown`; `error`,
-        the root mean squared error of its advantages; and `estimators`, each with the figures `correlation`,
-        `sign_agreement` (share of the significant tokens with the correct sign) and `gain`, the correlation minus
-        that of `shown`.
+        errors from 0; `noise`, the share of the truth's variance that is noise; `shown`; `error`, the root mean squared
+        error of its advantages, not known if they are `scaled` to other units; and `estimators`, each with the figures
+        `correlation`, `sign_agreement` (share of the significant tokens with the correct sign) and `gain`, the
+        correlation minus that of `shown`.
     """
     known = truth.advantages.isfinite()
     resampling = Resampling(len(known))
@@ -234,6 +234,7 @@ def judge_credit(truth: Truth, advantages: Mapping[str, Tensor]) -> dict[str, An
         for label, estimate in advantages.items()
     }
     shown = next(iter(advantages))
+    error = resampling.figure(sums[shown], rmse)
     shown_samples = resampling.samples(sums[shown], correlation)
     significant = known & (truth.advantages.abs() > SIGNIFICANT * truth.advantage_errors)
     estimators = {}
@@ -251,7 +252,7 @@ def judge_credit(truth: Truth, advantages: Mapping[str, Tensor]) -> dict[str, An
         "significant": int(significant.sum()),
         "noise": resampling.figure(sums[shown], noise_share),
         "shown": shown,
-        "error": resampling.figure(sums[shown], rmse),
+        "error": dict.fromkeys(error) if scaled else error,
         "estimators": estimators,
     }
 
@@ -261,9 +262,14 @@ def share_real(correlation: float | None) -> float | None:
     return None if correlation is None else min(max(correlation, 0.0), 1.0) ** 2
 
 
-def judge(truth: Truth, values: Tensor | None, advantages: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The findings of an audit: `credit`, `critic` (None without values) and their `metrics`."""
-    credit = judge_credit(truth, advantages)
+def judge(
+    truth: Truth, values: Tensor | None, advantages: Mapping[str, Tensor], scaled: bool = False
+) -> dict[str, Any]:
+    """The findings of an audit: `credit`, `critic` (None without values) and their `metrics`.
+
+    `scaled`: the shown advantages are in deviations of their group, and so have no error in units of the reward.
+    """
+    credit = judge_credit(truth, advantages, scaled)
     critic = None if values is None else judge_critic(truth, values)
     return {"credit": credit, "critic": critic, "metrics": audit_metrics(credit, critic)}
 

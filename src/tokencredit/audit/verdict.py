@@ -61,10 +61,10 @@ def credit_verdict(audit: Mapping[str, Any]) -> str:
     credit = audit["credit"]
     noise, correlation = credit["noise"]["value"], credit["estimators"][credit["shown"]]["correlation"]
     if correlation["value"] is None:
-        return (
-            "The share of real credit in this run is unknown: noise in the true values may explain the whole result "
-            f"({measured(audit)})."
-        )
+        why = "noise in the true values may explain the whole result"
+        if noise is None or noise <= NOISY:  # nothing to correlate
+            why = "the true advantages do not vary" if noise is None else "the shown ones are all alike"
+        return f"The share of real credit in this run is unknown: {why} ({measured(audit)})."
     value, interval = text_parts(correlation)
     within = f"{interval}, " if interval and not noisy(credit) else ""
     correlates = f"advantages ({credit['shown']}) correlate {value} with the true ones ({within}{measured(audit)})"
@@ -139,8 +139,9 @@ def remedy(
     `audit` and `command` are as in `again`. `rows` are the run's metrics, of which the iterations `saved` have a
     checkpoint: credit whose advantages vary more than those of the audited iteration is easier to measure.
     """
-    ways = truer(audit, rows)
-    if not (ways or unknown(audit["credit"])):
+    ways, credit = truer(audit, rows), audit["credit"]
+    alike = credit["estimators"][credit["shown"]]["correlation"]["value"] is None and not noisy(credit)
+    if alike or not (ways or unknown(credit)):
         return ""
     spread = {row["iteration"]: row.get("advantage_std") or 0.0 for row in rows}
     earlier = max((number for number in spread if number in saved), key=lambda x: spread[x], default=None)

@@ -234,7 +234,7 @@ class Parser(argparse.ArgumentParser):
         file = run_config_file(Path(run))
         if run_kind := other_run_kind(read_yaml(file), self.kind):
             command = f"tokencredit {run_kind.command}"
-            raise ConfigError(f"{run!r} is a run of {command}; resume it with: {command} --resume {run}")
+            raise ConfigError(f"{run!r} is a run of {command}; resume it with: {command} --resume {quote(run)}")
         return file
 
     def _unknown(self, argument: str) -> str:

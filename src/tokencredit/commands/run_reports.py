@@ -216,7 +216,7 @@ def picture(options: Options) -> None:
         raise ConfigError(f"--row is {row}; the run keeps {len(found)} completions of iteration {number}")
     files = [run / "picture.svg", run / "picture.png"] if options.out is None else [Path(options.out)]
     try:
-        missing = Sample(shown, found[row - 1]).picture(*files, inches=options.width)
+        missing = Sample(replace(shown, samples=found), found[row - 1]).picture(*files, inches=options.width)
     except OSError as error:
         raise ConfigError(f"cannot write {str(files[0])!r}: {error.strerror}; give another --out") from error
     print(*files, sep="\n")

@@ -240,7 +240,7 @@ def sweep(options: Options) -> None:
         for name in ("seeds", "on", "jobs", "cores", "gpus")
         if options[name] not in (None, "local")
     ]
-    given += ["--slurm", *options.slurm] * bool(options.slurm) + ["--no_code"] * bool(options.no_code)
+    given += ["--slurm", *options.slurm] * bool(options.slurm) + ["--no-code"] * bool(options.no_code)
     again = shlex.join(["tokencredit", "sweep", options.file, *given])
     resources = cluster_resources(options, runs)
     if options.export:

@@ -12,7 +12,7 @@ from tokencredit.audit.verdict import unknown
 from tokencredit.core.losses import clip_range
 from tokencredit.errors import NotInstalled
 from tokencredit.report import agent_episode, audit_view
-from tokencredit.report.curves import chart_of, constant, section_of, sections
+from tokencredit.report.curves import chart_of, constant, rounded, section_of, sections
 from tokencredit.report.reading import REPORT, Run, read_run
 from tokencredit.report.story import next_step, story
 from tokencredit.report.templating import fill, readable, two_digits
@@ -43,7 +43,6 @@ OBSERVATION = 2_000
 """Maximum characters shown of an observation."""
 CHARACTERS = 25
 """Characters of observations that take as much of the page as a token with its numbers."""
-DECIMALS = 4
 
 
 def write_report(folder: Path) -> Path:
@@ -275,10 +274,10 @@ def credit_view(run: Run, sample: Mapping[str, Any], error: float | None) -> dic
         "chat": "messages" in sample,
         "closed": bool(sample["tokens"]) and not sample["completion"].endswith(sample["tokens"][-1]),
         "tokens": [readable(token) for token in sample["tokens"]],
-        "numbers": {name: rounded(values) for name, values in numbers.items()},
-        "errors": {name: rounded(values) for name, values in errors.items()},
-        "error": rounded([error])[0],
-        "what_if": [rounded(alternatives[x]) if x in alternatives else None for x in alternatives_of(run)],
+        "numbers": {name: all_rounded(values) for name, values in numbers.items()},
+        "errors": {name: all_rounded(values) for name, values in errors.items()},
+        "error": rounded(error),
+        "what_if": [all_rounded(alternatives[x]) if x in alternatives else None for x in alternatives_of(run)],
         **(turns_of(episode) if "turns" in episode else {}),
     }
 
@@ -320,9 +319,9 @@ def observation(text: str) -> dict[str, Any]:
     return {"text": readable(text[:OBSERVATION]) + more, "length": len(text)}
 
 
-def rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Rounded numbers; None for unknown ones."""
-    return [None if value is None else round(value, DECIMALS) for value in values]
+def all_rounded(values: Sequence[float | None]) -> list[float | None]:
+    """Numbers with five digits; None for unknown ones."""
+    return [rounded(value) for value in values]
 
 
 def phrases(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:

@@ -179,7 +179,13 @@ def read_changes(file: Path) -> list[tuple[int, str]]:
 
 def scored_anew(changes: Sequence[tuple[int, str]], keys: tuple[str, ...] = SCORED) -> int:
     """The iteration after which scores are of another reward, or of other prompts, than those before it."""
-    return max((after for after, key in changes if key.startswith(keys)), default=0)
+    others = [after for after, key in changes if key.startswith(keys) and not same_score(key)]
+    return max(others, default=0)
+
+
+def same_score(key: str) -> bool:
+    """True for the key of a setting of a reward term that leaves its score the same."""
+    return key.startswith("reward[") and key.rpartition(".")[2] in ("name", "retries", "timeout", "batch_size", "dtype")
 
 
 def evaluated_anew(changes: Sequence[tuple[int, str]], config: Mapping[str, Any]) -> int:

@@ -386,7 +386,8 @@ class PPOTrainer(LoopByHand):
         """Write policy, summary, audit and report, upload the policy of a run at its end, and return the summary."""
         _, *more = folder_names("policy", self.policy.critic)
         summary = self.record.end(stopped_by, self._save, *more, in_all=self.sharded)
-        self.auditor.at_end(summary, self.stages, self.record)
+        if self.handed_scores is None:  # which nobody hands of fresh completions
+            self.auditor.at_end(summary, self.stages, self.record)
         setup.write_card(self.args, self.pipeline, self.record, summary, self.reported)
         write_final_report(self.record)
         self.record.next_steps(setup.next_steps(self.args))

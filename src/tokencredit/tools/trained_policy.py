@@ -158,7 +158,10 @@ class Policy:
                     "values of this run need the reward's scores of prefixes, and its reward is from Python"
                 )
             terms = build_terms(self.config.reward, self.pipeline.precision.device)
-            prompts = PromptBatch([prompt], [prompt], rollout.prompt_ids, rollout.prompt_mask, {})
+            own = rollout.prompt_ids, rollout.prompt_mask
+            prompts = PromptBatch([prompt], [prompt], *own, {})
+            if prompt:  # in the form of the run's, such as a conversation
+                prompts = replace(self.prompts(prompt, 1, 0), ids=own[0], mask=own[1])
             values = fitted_values(self.critic, terms, prompts, rollout, self.tokenizer, values)
         numbers: list[float] = values[0].tolist()
         return numbers

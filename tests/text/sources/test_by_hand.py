@@ -179,6 +179,10 @@ MISTAKES = {
     "completion 0 has the logprob 1.5; log-probs are": lambda trainer, batch: trainer.adopt(
         PROMPTS[:1], [[5, 6]], [[-1.0, 1.5]]
     ),
+    "completion 0 has the logprob -inf; log-probs are finite": lambda trainer, batch: trainer.adopt(
+        PROMPTS[:1], [[5, 6]], [[-1.0, -math.inf]]
+    ),
+    "completion 0 has token ids that are no integers": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5.7, 6]]),
     "2 tokens and 1 logprobs": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5, 6]], [[-1.0]]),
     "has begun already": lambda trainer, batch: trainer.begin(),
     "train.. needs a reward": lambda trainer, batch: trainer.train(),
@@ -190,6 +194,7 @@ def test_a_mistake_is_said_and_the_loop_goes_on(tmp_path):
     trainer = by_hand(tmp_path / "run", rollout=RolloutConfig(batch_size=3, max_new_tokens=8, min_new_tokens=1))
     batch = trainer.sample(PROMPTS, max_new_tokens=4)
     assert batch.rollout.mask.sum(1).max() <= 4
+    assert trainer.sample(max_new_tokens=4).rollout.mask.shape[1] <= 4, "of the run's prompts too"
     for message, call in MISTAKES.items():
         with pytest.raises(ConfigError, match=message):
             call(trainer, batch)

@@ -19,7 +19,7 @@ from tokencredit.errors import ConfigError, importing
 from tokencredit.provenance.parts import label, parameters
 from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
-from tokencredit.runs.jsonl import PRICED, is_number, scored_anew
+from tokencredit.runs.jsonl import PRICED, is_number, same_score, scored_anew
 from tokencredit.runs.summary import final_mean, finite
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.fields import flat
@@ -39,8 +39,6 @@ NUMBERS = ("run.iterations", "run.shard")
 """Settings of `run` that change numbers."""
 REWARD = r"(python\.(reward_funcs|environment_factory)|reward|env\.(factory|kwargs))(\[|\.|$)"
 """Beginning of the keys of rewards, and of environments, which have rewards of their own."""
-SAME_SCORE = ("name", "retries", "timeout", "batch_size", "dtype")
-"""Settings of a reward term that leave its score the same."""
 LABEL = 60
 """Maximum characters of a curve's name made from settings."""
 MISSING, UNREAD = "not set", "not read"
@@ -181,7 +179,7 @@ def reward_keys(groups: Sequence[RunGroup], metric: str) -> list[str]:
         return []
     settings = [found for group in groups for found in group.settings]
     keys = dict.fromkeys(key for found in settings for key in found if re.match(REWARD, key))
-    other = [key for key in keys if key.rpartition(".")[2] not in SAME_SCORE and len(values(settings, key)) > 1]
+    other = [key for key in keys if not same_score(key) and len(values(settings, key)) > 1]
     return sorted(other, key=lambda key: key.rpartition(".")[2] not in KINDS)
 
 

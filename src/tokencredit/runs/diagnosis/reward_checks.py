@@ -110,8 +110,8 @@ def equal_scores(run: Evidence) -> Finding | None:
     name = "advantage_std" if groups else run.deviation
     deviations = run.values(name, slice(-SETTLED, None))
     equal = sum(x < 1e-8 for x in deviations) / max(len(deviations), 1)
-    if groups:
-        equal = 1 - run.mean(name, slice(-SETTLED, None)) ** 2 * size / (size - 1)
+    if groups and deviations:
+        equal = 1 - sum(x * x for x in deviations) / len(deviations) * size / (size - 1)
     if len(run) < SETTLED or not equal >= 0.5 or run.learns():
         return None
     unit = "groups" if groups else "iterations"

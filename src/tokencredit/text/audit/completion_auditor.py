@@ -19,7 +19,7 @@ from tokencredit.audit.truth import STREAM, Returns, Truth, generator, rounds, s
 from tokencredit.audit.verdict import remedy
 from tokencredit.core.estimator_table import EstimatorFunction
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError, EngineLost
+from tokencredit.errors import ConfigError, EngineLost, RunStopped
 from tokencredit.learn.rng import isolated
 from tokencredit.report.notebook import AuditRecord
 from tokencredit.runs.folder import AUDIT
@@ -41,6 +41,10 @@ GROUP = 8
 """Group size of group estimators in an audit on request of a run with one completion per prompt."""
 
 
+class AuditTooSmall(RunStopped):
+    """A limit of an audit leaves no continuation."""
+
+
 @dataclass(frozen=True)
 class Audit:
     """Audited completions with true values and the advantages of every estimator, `[completions, time]` each."""
@@ -59,6 +63,8 @@ class Audit:
     """Limits that ended this process's audit, by their settings."""
     cost: Cost
     """Of this process."""
+    scaled: bool
+    """The shown advantages are in deviations of their group."""
 
     def judge(self, processes: Processes) -> dict[str, Any]:
         """The findings of `audit.agreement` on the completions of all processes, `critic`, `credit` and `metrics`, and
@@ -70,7 +76,7 @@ class Audit:
         advantages = {label: next(parts) for label in labels}
         counts = torch.tensor([self.cost.calls, self.cost.tokens], dtype=torch.float64, device=processes.device)
         calls, tokens = map(int, processes.sum(counts).tolist())
-        return judge(gathered, next(parts, None), advantages) | {"calls": calls, "tokens": tokens}
+        return judge(gathered, next(parts, None), advantages, self.scaled) | {"calls": calls, "tokens": tokens}
 
     def samples(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
         """This process's completions as records for samples.jsonl, with the true values of each token."""
@@ -162,6 +168,10 @@ class CompletionAuditor:
         sampler = Continuations.of(self.pipeline, credit, scored, random, most)
         with self.pipeline.held():
             run_in_all(processes, scored, lambda: self._sample(returns, last, sampler, scored, rows, meter))
+        continued = returns.counts[returns.counts > 0]
+        if processes.any(not len(continued)):
+            limits = " and ".join(f"audit.{name} is {limit:g}" for name, limit in meter.ended_by.items())
+            raise AuditTooSmall(f"{limits}, which leaves no continuation; raise it, or lower audit.completions")
         values = batch.rollout.values
         return Audit(
             batch,
@@ -169,9 +179,10 @@ class CompletionAuditor:
             returns.truth(last, lengths),
             None if values is None else values.where(batch.valued, torch.nan).cpu()[rows],
             {label: x.cpu()[rows] for label, x in self._estimates(credit, batch, scale, group)},
-            float(returns.counts[returns.counts > 0].mean()),
+            float(continued.mean()),
             meter.ended_by,
             Cost(meter.calls, meter.tokens, time.perf_counter() - meter.started),
+            args.advantage.estimator == "group_relative" and args.advantage.scale,
         )
 
     def record(
@@ -238,7 +249,7 @@ class CompletionAuditor:
             record.screen.say(f"each audit: about {self.expected(record.history)}")
         try:
             audit = self._staged(number, stages)
-        except (UnusableBatch, EngineLost, NotReplayed) as error:
+        except (UnusableBatch, EngineLost, NotReplayed, AuditTooSmall) as error:
             record.event(f"an audit is skipped: {error}")
             return {}
         if self.pipeline.processes.main:

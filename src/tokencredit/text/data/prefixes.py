@@ -162,8 +162,8 @@ class Reading(NamedTuple):
 
 
 def policy_passes(args: PPOConfig) -> int:
-    """Passes of the policy per iteration, in forward passes: a sampling step, the reference's, and three per epoch."""
-    return 2 + 3 * args.ppo.epochs
+    """Passes of the policy per iteration, in forward passes: sampling, the reference's, if any, and three per epoch."""
+    return 1 + (args.kl.coef > 0) + 3 * args.ppo.epochs
 
 
 def work(model: PreTrainedModel) -> int:

@@ -198,7 +198,7 @@ class Prompts:
         if is_conversation(first) and self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the prompts of {self.name} are conversations, but the tokenizer has no chat template; "
-                "set chat_template in its tokenizer_config.json, or make plain texts of them (prompts.template)"
+                "set chat_template in its tokenizer_config.json, or give plain texts (of rows by prompts.template)"
             )
         return [column for column in columns if column != self.column], conversational
 

@@ -41,7 +41,7 @@ ROUNDING = 1e-3
 
 
 class HandedScores:
-    """The reward of a loop by hand: the scores that `learn` was given."""
+    """The reward of a loop by hand: the scores that `learn` was given, for its batch alone."""
 
     scores: Any = None
 
@@ -50,7 +50,8 @@ class HandedScores:
         del prompts, completions, columns
         if self.scores is None:
             raise ConfigError(f"scores of these completions are not known: {NO_REWARD}")
-        return self.scores
+        scores, self.scores = self.scores, None
+        return scores
 
 
 def _close(trainer: weakref.ref[LoopByHand]) -> None:
@@ -146,6 +147,7 @@ class LoopByHand(Trainer):
             self.before = self.before or self._loop_state()
             if prompts is None:
                 rows, uniforms = self.stream.next_batch()
+                uniforms = uniforms[:, : settings.max_new_tokens]
             else:
                 rows = self._prompts(prompts, settings.max_new_tokens, settings.per_prompt)
                 own, total = self._rows_of(len(rows.ids))
@@ -164,7 +166,10 @@ class LoopByHand(Trainer):
         """
         with self._running():
             rows = self._prompts(prompts, new=1)
-            ids = [torch.as_tensor(row).flatten().long() for row in completion_ids]
+            ids = [torch.as_tensor(row).flatten() for row in completion_ids]
+            if wrong := [number for number, row in enumerate(ids) if row.is_floating_point() and len(row)]:
+                raise ConfigError(f"completion {wrong[0]} has token ids that are no integers")
+            ids = [row.long() for row in ids]
             drawn = None if logprobs is None else [torch.as_tensor(row).flatten().float() for row in logprobs]
             self._check_adopted(rows, ids, drawn)
             self.reported.add("completions")
@@ -336,10 +341,9 @@ class LoopByHand(Trainer):
                 continue
             if len(logprobs[number]) != len(row):
                 raise ConfigError(f"completion {number} has {len(row)} tokens and {len(logprobs[number])} logprobs")
-            if not bool((logprobs[number] <= ROUNDING).all()):
-                raise ConfigError(
-                    f"completion {number} has the logprob {float(logprobs[number].max()):g}; log-probs are at most 0"
-                )
+            if bool((wrong := ~(logprobs[number].isfinite() & (logprobs[number] <= ROUNDING))).any()):
+                shown = f"{float(logprobs[number][wrong][0]):g}"
+                raise ConfigError(f"completion {number} has the logprob {shown}; log-probs are finite, and at most 0")
         texts = rows.contents()
         if len(texts) % group or any(texts[i] != texts[i - i % group] for i in range(len(texts))):
             raise ConfigError(
