@@ -411,7 +411,7 @@ def test_a_folder_that_process_0_cannot_prepare_is_an_error_of_all(tmp_path, mon
     args, _ = begun(tmp_path / "run")
     other = record(args)
     other.main = False
-    told = '[1, "the disk is full", 0, null]'  # an error of the second kind
+    told = '[1, "the disk is full", 0, null, {}]'  # an error of the second kind
     monkeypatch.setattr(other.processes, "texts", lambda own: [told, own])
     for start in (lambda: other.begin(args, 0, 0), lambda: other.resume(args, 0, lambda state, changed: ())):
         with pytest.raises(ConfigError, match=r"^process 0: the disk is full$"):

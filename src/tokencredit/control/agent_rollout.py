@@ -17,7 +17,7 @@ from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environme
 from tokencredit.control.vector_environments import merged_envs, restore_envs, save_envs
 from tokencredit.core.estimators import estimate
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import RunStopped
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.settings.training import AdvantageSettings
@@ -269,7 +269,7 @@ class Collector:
             for name in ("observation", "ended"):
                 state[name] = np.concatenate([x[name] for x in everyone])[self.share]
             state["envs"] = merged_envs([x["envs"] for x in everyone], self.share)
-        with self.processes.agreed(RunStopped), environment_errors():
+        with self.processes.agreed(RunStopped, ConfigError), environment_errors():
             lost = restore_envs(self.envs, state["envs"])
         self.generator.set_state(from_hex(state["generator"]))
         self.observation, self.ended = state["observation"], state["ended"]

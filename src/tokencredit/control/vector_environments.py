@@ -265,12 +265,13 @@ def restore_envs(envs: VectorEnv, state: dict[str, Any]) -> list[int]:
     """Restore the result of `save_envs`; returns the copies that could not be replayed and will be reset.
 
     Raises:
-        ConfigError: a step of processes was interrupted, and their answers cannot be told apart any more.
+        ConfigError: a step of processes was interrupted, so that their answers cannot be told apart any more, or they
+            have ended.
     """
     try:
         base_env(envs).reset()  # Gymnasium's own notes on which copies to reset in the next step
-    except gym.error.AlreadyPendingCallError as error:
-        raise ConfigError("the environments were interrupted in a step; resume with a new trainer") from error
+    except (gym.error.AlreadyPendingCallError, gym.error.ClosedEnvironmentError) as error:
+        raise ConfigError("processes of environments were interrupted, or closed; resume with a new trainer") from error
     base_env(envs).set_attr("saved_state", state["copies"])
     lost = [copy for copy, restored in enumerate(base_env(envs).call("restore")) if not restored]
     for layer, saved in zip(vector_wrappers(envs), state["layers"], strict=True):

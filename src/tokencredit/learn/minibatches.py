@@ -98,10 +98,11 @@ def length_batches(lengths: Tensor, budget: int | None = None) -> list[Tensor]:
     lengths = lengths.view(len(lengths), -1)
     order = lengths.sum(1).argsort(descending=True, stable=True)
     parts = np.array(lengths[order].T.tolist(), dtype=np.int64)  # `[parts, batch]`
-    if budget is None and (parts == parts[:, :1]).all():
-        return [torch.arange(len(lengths), device=lengths.device)]
     if budget is not None and (longest := parts[:, 0].sum()) > budget:
         raise ValueError(f"budget is {budget}; it must be at least {longest}, the tokens of the longest row")
+    if (parts == parts[:, :1]).all():
+        rows = torch.arange(len(lengths), device=lengths.device)
+        return [rows] if budget is None else list(rows.split(budget // max(int(parts[:, 0].sum()), 1)))
     min_cost, best_start = np.zeros(len(order) + 1, dtype=np.int64), np.zeros(len(order) + 1, dtype=np.int64)
     widest = np.zeros_like(parts)  # the longest parts of a batch from each row to the present one
     for end in range(1, len(order) + 1):

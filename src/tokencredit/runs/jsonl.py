@@ -34,7 +34,9 @@ REWARDED = ("reward", "prompts", "train_dataset", "tools", "env.factory", "envir
 """Beginnings of settings and arguments that decide what is rewarded, in training and in evaluations."""
 SCORED = (*REWARDED, "score.")
 """Beginnings of settings and arguments without which scores cannot be compared."""
-PRICED = (*SCORED, "rollout.", "kl.")
+LIMITS = ("env.max_turns", "env.turn_tokens", "env.observation_tokens", "env.timeout")
+"""Settings that decide how far an episode may go."""
+PRICED = (*SCORED, *LIMITS, "rollout.", "kl.")
 """The same for the attainable: a change of one of these moves it."""
 EVALUATION = ("text", "dataset", "split", "best_of", "max_new_tokens", "temperature", "greedy")
 """The same of settings under `eval`, for the results of evaluations."""
@@ -192,7 +194,7 @@ def evaluated_anew(changes: Sequence[tuple[int, str]], config: Mapping[str, Any]
     """The iteration after which evaluations are of something else than before it; `config` is the run's."""
     own: Mapping[str, Any] = config.get("eval") or {}  # whose values replace those of rollouts
     drawn = [f"rollout.{item.name}" for item in fields(SamplingConfig) if own.get(item.name) is None]
-    return scored_anew(changes, (*REWARDED, "eval_dataset", *drawn, *(f"eval.{name}" for name in EVALUATION)))
+    return scored_anew(changes, (*REWARDED, *LIMITS, "eval_dataset", *drawn, *(f"eval.{name}" for name in EVALUATION)))
 
 
 def comparable(rows: Sequence[Mapping[str, Any]], since: int, evaluated: int) -> Sequence[Mapping[str, Any]]:

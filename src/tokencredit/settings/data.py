@@ -237,7 +237,7 @@ class EnvironmentConfig(Group):
 
 
 @dataclass
-class EvaluationEnvironmentConfig(EnvironmentConfig):
+class EvaluationEnvironment(EnvironmentConfig):
     """The environment of an evaluation; null for the run's, and for its limits."""
 
     max_turns: int | None = setting(None, needs=SEVERAL, at_least=1)  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import EvaluationEnvironmentConfig, FunctionTerm, PromptsConfig, RewardTerm, ScoreConfig
+from tokencredit.settings.data import EvaluationEnvironment, FunctionTerm, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import Named, check, refuse_unused, setting
 from tokencredit.settings.rollout import EngineName, OffPolicyConfig, SamplingConfig
 from tokencredit.settings.run_kind import ModelSource, refuse_foreign_code, with_engine
@@ -202,7 +202,7 @@ class EvaluateOptions(ScoringOptions):
     """Number of prompts; null for the run's, or 64."""
     best_of: int | None = setting(None, at_least=1)
     """Completions per prompt; null for the run's, or 1."""
-    env: EvaluationEnvironmentConfig = field(default_factory=EvaluationEnvironmentConfig)
+    env: EvaluationEnvironment = field(default_factory=EvaluationEnvironment)
     """Environment, with the keys of `tokencredit train`; null for the run's, and for its limits."""
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call; empty for the run's."""

@@ -190,6 +190,9 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError(f"hub_private_repo is true, and a run makes no private repository at its end; {way}")
         own, here = fitting(self.tokenizer, self.model), further(self.args)
         train_dataset = prompts_of(train_dataset, self.tokenizer)
+        self.relay = Relay(self, callbacks)
+        self.state = self.relay.state
+        self._choose_adapter()
         processes = Processes(here.get("run.timeout", RunConfig().timeout))
         world = processes.count
         settings, lines = settings_of(self.args, old=False, rows=len(train_dataset), world_size=world)
@@ -201,11 +204,8 @@ class TrainingTrainer(PPOTrainer):
         settings["run.allow_changed"] = ["reward_funcs", "reward", "callbacks", *settings.get("run.allow_changed", ())]
         if type(data_collator) not in (type(None), DataCollatorWithPadding):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
-        self.relay = Relay(self, callbacks)
-        self.state = self.relay.state
         if isinstance(reward_model, nn.Module):
             reward_model = Term("reward_model", 1.0, RewardOfIds(reward_model, self.tokenizer))
-        self._choose_adapter()
         parts = {"processing_class": own, "peft_config": peft_config, "callbacks": [self.relay]}
         same = equal(self.ref_model, self.model)  # an adapter changes the model in place
         with trl_terms(settings["critic.name"]):

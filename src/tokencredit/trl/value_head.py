@@ -122,7 +122,7 @@ def freeze_layers(model: Any, count: int, pattern: str | None = None) -> None:
             break
         below.append(parameter)
     else:
-        matching = "" if pattern is None else f" that match the pattern {pattern!r}"
+        matching = "" if pattern is None else f" that match the pattern {pattern!r}, if there are any"
         raise ConfigError(f"num_shared_layers is {count}; it must be below the number of layers{matching}")
     for parameter in below:
         parameter.requires_grad_(False)

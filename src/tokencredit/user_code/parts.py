@@ -96,7 +96,7 @@ def check_fields(loss: type[Objective], name: str, kwargs: Collection[str]) -> N
     parameters = inspect.signature(loss).parameters.values()
     taken = [x.name for x in parameters if x.name not in {field.name for field in fields(Objective)}]
     if any(x.kind is x.VAR_KEYWORD for x in parameters):
-        return
+        taken += [key for key in kwargs if key not in {field.name for field in fields(Objective)}]
     if other := sorted(set(kwargs) - set(taken)):
         raise ConfigError(
             f"ppo.kwargs has {other[0]!r}, which {name} does not take from there; it takes {', '.join(taken) or 'none'}"

@@ -16,7 +16,7 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.objective import CriticOutputs, MicroBatchLoss
 from tokencredit.settings.data import (
     EnvironmentConfig,
-    EvaluationEnvironmentConfig,
+    EvaluationEnvironment,
     FunctionTerm,
     PromptsConfig,
     ScoreConfig,
@@ -285,7 +285,7 @@ def test_evaluations_of_a_run_from_python_keep_its_limits(tmp_path, capsys):
     PPOTrainer(args=from_python(folder), environment_factory=Dice).train()
     assert "generate" in (told := capsys.readouterr().out)
     assert "--prompt TEXT" in told, "the folder has no environment to play in"
-    source, given = read_source(str(folder)), EvaluationEnvironmentConfig(factory="builtin:grid", timeout=5.0)
+    source, given = read_source(str(folder)), EvaluationEnvironment(factory="builtin:grid", timeout=5.0)
     config = EvaluateOptions(env=given).configure(source, ["environment_factory"])
     assert config.env == EnvironmentConfig(factory="builtin:grid", turn_tokens=6, max_turns=4, timeout=5.0)
 
@@ -296,12 +296,12 @@ def test_an_evaluation_keeps_what_it_does_not_replace():
     source = replace(source, config=PPOConfig(env=own, tools=["a.py:f"]), scored=True)
     assert EvaluateOptions(tools=["b.py:g"]).configure(source, []).env == own
     for tools in ([], ["b.py:g"]):
-        limited = EvaluateOptions(tools=tools, env=EvaluationEnvironmentConfig(max_turns=8)).configure(source, [])
+        limited = EvaluateOptions(tools=tools, env=EvaluationEnvironment(max_turns=8)).configure(source, [])
         assert limited.env == replace(own, max_turns=8), "which is the default"
     plain = replace(source, config=PPOConfig())
     with pytest.raises(ConfigError, match=r"env\.max_turns is 3, which has no effect without env\.factory"):
-        EvaluateOptions(env=EvaluationEnvironmentConfig(max_turns=3)).configure(plain, [])
-    other = EvaluateOptions(env=EvaluationEnvironmentConfig(factory="builtin:calculator")).configure(source, [])
+        EvaluateOptions(env=EvaluationEnvironment(max_turns=3)).configure(plain, [])
+    other = EvaluateOptions(env=EvaluationEnvironment(factory="builtin:calculator")).configure(source, [])
     assert (other.env.factory, other.env.max_turns, other.tools) == ("builtin:calculator", 4, ["a.py:f"])
 
 

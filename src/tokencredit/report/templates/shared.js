@@ -6,8 +6,7 @@ const by = (id) => document.getElementById(id);
 function format(x) { // as `two_digits` of templating.py
   if (x === null || x === undefined) return "none";
   const size = Math.abs(x);
-  if (size >= 1e6) return x.toExponential(1);
-  if (size > 0 && size < 0.0000995) return x.toExponential(1).replace(/e-(\d)$/, "e-0$1");
+  if (size >= 1e6 || (size > 0 && size < 0.0000995)) return x.toExponential(1).replace(/e([+-])(\d)$/, "e$10$2");
   if (size > 0 && size < 0.0995) return x.toPrecision(2);
   return size >= 100 || Number.isInteger(x) ? (Math.round(x) + 0).toLocaleString("en") : x.toFixed(2); // no minus sign at 0
 }

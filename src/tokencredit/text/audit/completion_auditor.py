@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -170,7 +171,10 @@ class CompletionAuditor:
             run_in_all(processes, scored, lambda: self._sample(returns, last, sampler, scored, rows, meter))
         continued = returns.counts[returns.counts > 0]
         if processes.any(not len(continued)):
-            limits = " and ".join(f"audit.{name} is {limit:g}" for name, limit in meter.ended_by.items())
+            ended: dict[str, float] = {}
+            for own in processes.texts(json.dumps(meter.ended_by)):
+                ended |= json.loads(own)
+            limits = " and ".join(f"audit.{name} is {limit:g}" for name, limit in ended.items())
             raise AuditTooSmall(f"{limits}, which leaves no continuation; raise it, or lower audit.completions")
         values = batch.rollout.values
         return Audit(

@@ -205,7 +205,7 @@ def end_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
     """
     listed = lm.generation_config.eos_token_id if lm.generation_config else None
     config = listed if isinstance(listed, list) else [listed]
-    if not all(i is None or isinstance(i, int) for i in config):
+    if not all(i is None or (isinstance(i, int) and not isinstance(i, bool)) for i in config):
         raise ConfigError(
             f"eos_token_id is {quoted(listed)} in generation_config.json of the model {lm.name_or_path!r}, or in its "
             "config.json; it must be a token id, or a list of them"

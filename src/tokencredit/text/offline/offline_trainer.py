@@ -25,7 +25,7 @@ from tokencredit.runs.loop import Iteration, State, Trainer, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary, count
 from tokencredit.settings.fields import require_config
-from tokencredit.settings.offline import DPOConfig, OfflineSettings
+from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.settings.run_kind import refuse_python, run_kind_of
 from tokencredit.text.data.datasets import Rows
 from tokencredit.text.data.prompts import shuffled
@@ -50,7 +50,9 @@ class OfflineTrainer(Trainer):
             train_dataset: rows in place of `data.dataset`, as a `datasets.Dataset` or a list of dicts.
             eval_dataset: the same for held-out rows, in place of `eval.dataset`.
         """
-        args = require_config(args, OfflineSettings)
+        if not isinstance(args, SFTConfig | RewardModelConfig | DPOConfig):
+            raise ConfigError(f"args is a {type(args).__name__}; give an SFTConfig, RewardModelConfig or DPOConfig")
+        args = require_config(args, type(args))
         given = [name for name, rows in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)) if rows]
         refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
         self.processes = Processes(args.run.timeout)

@@ -218,5 +218,12 @@ def load_factory(config: EnvironmentConfig) -> tuple[str, Any]:
 
 
 def _with_copies(create: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-    """Create environments, each with its own copy of the arguments, which it may change."""
-    return lambda: create(**copy.deepcopy(dict(kwargs)))
+    """Create environments, each with its own copy of the arguments, which it may change; some objects have none."""
+
+    def copied(value: Any) -> Any:
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # of a lock or a client, say
+            return value
+
+    return lambda: create(**{name: copied(value) for name, value in kwargs.items()})
