@@ -17,6 +17,7 @@ from tokencredit.provenance.parts import Part, label
 from tokencredit.runs.checkpoint import DamagedCheckpoint, read_checkpoint, read_values
 from tokencredit.runs.folder import read_parts, size
 from tokencredit.runs.folder import saved as saved
+from tokencredit.runs.jsonl import LIMITS
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, settings_of, unused
 from tokencredit.settings.reader import read_yaml
@@ -34,10 +35,7 @@ FREE = (
     "critic.coef",
     "critic.clip",
     "env.processes",
-    "env.max_turns",
-    "env.turn_tokens",
-    "env.observation_tokens",
-    "env.timeout",
+    *LIMITS,
 )
 """Exceptions, which may change."""
 FINGERPRINTED = ("model.name", "model", "processing_class")

@@ -176,13 +176,7 @@ class TrainingTrainer(PPOTrainer):
         """Build the trainer from TRL's arguments; the last four are names of 0.12.0."""
         self.args, self.tokenizer, self.model = args or config, processing_class or tokenizer, model or policy
         self.ref_model, self.value_model, self.eval_dataset = ref_model or ref_policy, value_model, eval_dataset
-        needed = {"args": self.args, "processing_class": self.tokenizer, "model": self.model}
-        needed |= {"reward_model": reward_model, "train_dataset": train_dataset}
-        if missing := [name for name, value in needed.items() if value is None]:
-            raise ConfigError(f"PPOTrainer needs {', '.join(missing)}")
-        require(Config, CONFIG, args=self.args)
-        require(PreTrainedTokenizerBase, TOKENIZER, processing_class=self.tokenizer)
-        require(nn.Module | None, MODEL, model=self.model, ref_model=self.ref_model)
+        self._check_types(reward_model=reward_model, train_dataset=train_dataset)
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
         if self.args.push_to_hub and self.args.hub_private_repo:
@@ -220,6 +214,15 @@ class TrainingTrainer(PPOTrainer):
         self.args.use(old=False, world_size=world, batch_size=batch, **totals)
         self.take_reference(self.ref_model, same)
         self.say([*lines, *self.relay.lines])
+
+    def _check_types(self, **given: Any) -> None:
+        """Raise `ConfigError` for an argument that is missing, one of those `given` too, or of another type."""
+        needed = {"args": self.args, "processing_class": self.tokenizer, "model": self.model} | given
+        if missing := [name for name, value in needed.items() if value is None]:
+            raise ConfigError(f"PPOTrainer needs {', '.join(missing)}")
+        require(Config, CONFIG, args=self.args)
+        require(PreTrainedTokenizerBase, TOKENIZER, processing_class=self.tokenizer)
+        require(nn.Module | None, MODEL, model=self.model, ref_model=self.ref_model)
 
     def train(self, resume_from_checkpoint: bool = False) -> Any:
         """Train; the policy is then in `output_dir`/policy too."""

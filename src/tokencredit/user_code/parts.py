@@ -93,11 +93,10 @@ def guarded_class(loss: type[Objective], what: str) -> type[Objective]:
 
 def check_fields(loss: type[Objective], name: str, kwargs: Collection[str]) -> None:
     """Raise `ConfigError` for a keyword that is no field of a user's objective, or one that the run gives it."""
-    parameters = inspect.signature(loss).parameters.values()
-    taken = [x.name for x in parameters if x.name not in {field.name for field in fields(Objective)}]
-    if any(x.kind is x.VAR_KEYWORD for x in parameters):
-        taken += [key for key in kwargs if key not in {field.name for field in fields(Objective)}]
-    if other := sorted(set(kwargs) - set(taken)):
+    parameters, ours = inspect.signature(loss).parameters.values(), {field.name for field in fields(Objective)}
+    taken = [x.name for x in parameters if x.name not in ours]
+    others = ours if any(x.kind is x.VAR_KEYWORD for x in parameters) else set(kwargs) - set(taken)
+    if other := sorted(others & set(kwargs)):
         raise ConfigError(
             f"ppo.kwargs has {other[0]!r}, which {name} does not take from there; it takes {', '.join(taken) or 'none'}"
         )

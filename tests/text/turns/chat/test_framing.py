@@ -14,7 +14,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.text.turns.chat.chat_template import look_up
 from tokencredit.text.turns.chat.framing import ChatFraming, TextFraming
-from tokencredit.text.turns.chat.template_check import functions
+from tokencredit.text.turns.chat.template_check import check_template, functions
 from tokencredit.text.turns.play import Framings
 from tokencredit.text.turns.protocols.episode import Turn
 
@@ -183,6 +183,8 @@ def test_a_prefilled_prompt_ends_with_the_prefill_and_add_bos_adds_one():
     assert bos.prompt(USER, [])[0].startswith("<|user|>")
     with pytest.raises(ConfigError, match="no beginning-of-sequence token"):  # before the first episode
         Framings(chat_tokenizer("Zephyr"), SimpleNamespace(tools=()), PromptsConfig(add_bos=True), [])
+    with pytest.raises(ConfigError, match="no beginning-of-sequence token"):
+        check_template(chat_tokenizer("Zephyr"), PromptsConfig(add_bos=True))
     llama = ChatFraming(chat_tokenizer("Llama 3"), PromptsConfig(add_bos=True))
     assert llama.prompt(USER, [])[1].count(llama.tokenizer.bos_token_id) == 1
 
