@@ -190,7 +190,7 @@ def verdicts_by_place(
 def uniform_verdict(text: Study, cartpole: Study) -> str:
     """The verdict on credit by token against one credit per text, or on CartPole per episode."""
     words, texts = judged(text, whole, [("estimator=gae", "estimator=uniform", "reward")])
-    games, episodes = judged(cartpole, whole, [("estimator=gae", "estimator=total_return", RETURN)])
+    games, episodes = judged(cartpole, whole, [("estimator=gae", "estimator=total_return,critic=none", RETURN)])
     return (
         f"on texts of at most 24 tokens: {words}, {'; '.join(texts)} of mean reward. On CartPole, beside one "
         f"credit for all steps of an episode: {games}, {'; '.join(episodes)} of mean return"
