@@ -19,26 +19,14 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def torch_state() -> dict[str, Any]:
-    """State of PyTorch's global generators, as hex; CUDA's only once CUDA is initialised."""
-    state = {"torch": to_hex(torch.get_rng_state())}
+def random_state() -> dict[str, Any]:
+    """State of the global generators of Python, NumPy and PyTorch, as plain values; CUDA's once initialised."""
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  (the global generator, which user code may draw from)
+    key = {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}
+    state = {"python": random.getstate(), "numpy": numpy | {"state": key}, "torch": to_hex(torch.get_rng_state())}
     if torch.cuda.is_initialized():
         state["cuda"] = to_hex(torch.cuda.get_rng_state())
     return state
-
-
-def set_torch_state(state: Mapping[str, Any]) -> None:
-    """Restore the result of `torch_state`."""
-    torch.set_rng_state(from_hex(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(from_hex(state["cuda"]))
-
-
-def random_state() -> dict[str, Any]:
-    """State of the global generators of Python, NumPy and PyTorch, as plain values."""
-    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  (the global generator, which user code may draw from)
-    key = {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}
-    return {"python": random.getstate(), "numpy": numpy | {"state": key}} | torch_state()
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
@@ -48,7 +36,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     numpy = dict(state["numpy"])
     numpy["state"] = numpy["state"] | {"key": np.array(numpy["state"]["key"], dtype=np.uint32)}
     np.random.set_state(numpy)  # noqa: NPY002
-    set_torch_state(state)
+    torch.set_rng_state(from_hex(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(from_hex(state["cuda"]))
 
 
 def to_hex(state: Tensor) -> str:
