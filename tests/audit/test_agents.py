@@ -470,9 +470,9 @@ def test_nonfinite_rewards_and_endless_episodes_stop_an_audit(monkeypatch):
     args = config("Bad-v0")
     with pytest.raises(RunStopped, match=r"env\.id Bad-v0 gave a reward that is not finite, in step 3"):
         AgentAuditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
-    monkeypatch.setattr("tokencredit.control.audit.replays.MAX_REPLAY_STEPS", 20)
+    monkeypatch.setattr("tokencredit.control.environment_wrappers.MAX_REPLAY_STEPS", 20)
     args = config(EnvConfig("Drift-v0", kwargs={"steps": 50}))
-    with pytest.raises(RunStopped, match=r"an episode of env\.id Drift-v0 has not ended after 20 steps; .*max_episode"):
+    with pytest.raises(RunStopped, match=r"has not ended after 20 steps; .*; an audit needs episodes that end$"):
         AgentAuditor(args, *agent_of(args)).audit(1, AgentAuditConfig())
     args = config(EnvConfig("Drift-v0", kwargs={"steps": 50, "max_episode_steps": 10}), gamma=0.5)
     assert AgentAuditor(args, *agent_of(args)).audit(1, AgentAuditConfig(continuations=2))["credit"]["tokens"] > 0

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from helpers.configs import control_config, quiet_agent
 from helpers.files import TIMES, drop_keys, read_events, read_metrics
 from tokencredit.cli import main
-from tokencredit.control import agent_evaluation
+from tokencredit.control import environment_wrappers
 from tokencredit.control.agent import Agent
 from tokencredit.control.agent_evaluation import load_agent, play
 from tokencredit.control.control_trainer import ControlTrainer
@@ -55,7 +55,7 @@ gym.register("Endless-v0", Endless)
 
 
 def test_an_evaluation_of_an_environment_that_never_ends_is_skipped(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(agent_evaluation, "MAX_REPLAY_STEPS", 50)
+    monkeypatch.setattr(environment_wrappers, "MAX_REPLAY_STEPS", 50)
     args = control_config(tmp_path / "run", env=EnvConfig("Endless-v0"))
     ControlTrainer(args).train()
     skipped = "an evaluation is skipped: an episode has not ended after 50 steps; set a limit, such as env.kwargs"

@@ -143,8 +143,8 @@ def test_copies_whose_episodes_are_over_wait_for_the_others():
 
 
 def test_whole_episodes_need_an_end_and_one_process(monkeypatch):
-    monkeypatch.setattr("tokencredit.control.agent_rollout.MAX_REPLAY_STEPS", 10)
-    with pytest.raises(RunStopped, match=r"whole_episodes is true; set a limit, such as env\.kwargs"):
+    monkeypatch.setattr("tokencredit.control.environment_wrappers.MAX_REPLAY_STEPS", 10)
+    with pytest.raises(RunStopped, match=r"after 10 steps; set a limit, .*, or leave whole_episodes out$"):
         collector_of(EnvConfig("Counter-v0", kwargs={"ends": 100})).collect(5, whole_episodes=True)
     two = SimpleNamespace(count=2, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"^whole_episodes is true; it needs one process, and there are 2$"):

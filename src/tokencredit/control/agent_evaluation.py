@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
+from tokencredit.control.environment_wrappers import EpisodesUnfinished, environment_errors, refuse_endless
 from tokencredit.control.vector_environments import (
     current_folder,
     environment_part,
@@ -27,7 +27,7 @@ from tokencredit.control.vector_environments import (
     make_envs,
     statistics,
 )
-from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.errors import ConfigError
 from tokencredit.learn.rng import preserved
 from tokencredit.provenance.parts import label
 from tokencredit.runs.folder import read_parts
@@ -66,10 +66,6 @@ class Player:
             return play(envs, self.agent, count, greedy, seed, self.overdue)
 
 
-class EpisodesUnfinished(RunStopped):
-    """Episodes of an evaluation did not end."""
-
-
 @torch.no_grad()
 def play(
     envs: VectorEnv, agent: Agent, count: int, greedy: bool, seed: int, overdue: Callable[[], bool] = lambda: False
@@ -87,8 +83,7 @@ def play(
         while unfinished.any():
             if overdue():
                 raise EpisodesUnfinished("a signal came before its episodes had ended")
-            if (lengths[unfinished] >= MAX_REPLAY_STEPS).any():
-                raise EpisodesUnfinished(f"{endless()}, or eval.episodes to 0")
+            refuse_endless(lengths[unfinished].max(), ", or eval.episodes to 0")
             observation, _, _, _, info = envs.step(choose_actions(agent, observation, greedy, generator))
             lengths += 1
             for copy in np.flatnonzero(info["_episode"]) if "episode" in info else ():
@@ -97,14 +92,6 @@ def play(
                     episodes[copy].append((float(info["episode"]["r"][copy]), int(info["episode"]["l"][copy])))
                     unfinished[copy] = len(episodes[copy]) < quota[copy]
     return [episode for done in episodes for episode in done]
-
-
-def endless() -> str:
-    """Message for an episode that does not end."""
-    return (
-        f"an episode has not ended after {MAX_REPLAY_STEPS:,} steps; set a limit, such as env.kwargs: "
-        "{max_episode_steps: 1000}"
-    )
 
 
 @torch.no_grad()

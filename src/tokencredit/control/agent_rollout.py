@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
+from tokencredit.control.environment_wrappers import environment_errors, refuse_endless
 from tokencredit.control.vector_environments import merged_envs, restore_envs, save_envs
 from tokencredit.core.estimators import estimate
 from tokencredit.distributed.processes import Processes
@@ -21,11 +21,6 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.rng import from_hex, to_hex
 from tokencredit.settings.training import AdvantageSettings
-
-UNENDED = (
-    f"an episode has not ended after {MAX_REPLAY_STEPS} steps, and whole_episodes is true; set a limit, such as "
-    "env.kwargs: {max_episode_steps: 1000}, or leave whole_episodes out"
-)
 
 
 class NonFiniteReward(RunStopped):
@@ -204,8 +199,7 @@ class Collector:
         agreed, inference = self.processes.agreed(RunStopped), torch.inference_mode()  # cheaper than no_grad
         with agreed, environment_errors(), inference:
             while (t := len(sampled)) < steps or (whole_episodes and playing.any()):
-                if t >= steps + MAX_REPLAY_STEPS:
-                    raise RunStopped(UNENDED)
+                refuse_endless(t - steps, ", or leave whole_episodes out")
                 seen.append(np.array(self.observation, dtype=np.float32))  # environments reuse their array
                 acted = playing & ~self.ended
                 sampled.append(distribution.sample(self.agent.outputs(torch.from_numpy(seen[t])), next(noise)))

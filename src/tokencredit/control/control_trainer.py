@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from tokencredit.audit.verdict import audit_command
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
-from tokencredit.control.agent_evaluation import EpisodesUnfinished, Player, check_videos, episode_metrics, save_agent
+from tokencredit.control.agent_evaluation import Player, check_videos, episode_metrics, save_agent
 from tokencredit.control.agent_rollout import AgentRollout, Collector, NonFiniteReward
 from tokencredit.control.audit.agent_auditor import AgentAuditor
+from tokencredit.control.environment_wrappers import EpisodesUnfinished
 from tokencredit.control.played_episode import play_episode
 from tokencredit.control.vector_environments import environment_part, expected_warnings, make_envs
 from tokencredit.core.masked import moments, whiten

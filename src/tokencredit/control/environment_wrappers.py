@@ -28,6 +28,19 @@ class EnvironmentRaised(RuntimeError):
     """An exception raised by an environment, as text, since it may come from another process."""
 
 
+class EpisodesUnfinished(RunStopped):
+    """Episodes did not end."""
+
+
+def refuse_endless(steps: int, advice: str = "") -> None:
+    """Raise `EpisodesUnfinished` for an episode that has taken `MAX_REPLAY_STEPS` steps."""
+    if steps >= MAX_REPLAY_STEPS:
+        raise EpisodesUnfinished(
+            f"an episode has not ended after {MAX_REPLAY_STEPS:,} steps; set a limit, such as env.kwargs: "
+            f"{{max_episode_steps: 1000}}{advice}"
+        )
+
+
 @contextmanager
 def environment_errors() -> Iterator[None]:
     """Turn an environment's exception, or the death of its process, into `RunStopped`; restore what it may change."""

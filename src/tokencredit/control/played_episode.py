@@ -17,9 +17,9 @@ from gymnasium.vector import VectorEnv
 from torch import Tensor
 
 from tokencredit.control.agent import Agent
-from tokencredit.control.agent_evaluation import EpisodesUnfinished, chosen, endless, no_display
+from tokencredit.control.agent_evaluation import chosen, no_display
 from tokencredit.control.agent_rollout import rollout_of
-from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, environment_errors
+from tokencredit.control.environment_wrappers import EpisodesUnfinished, environment_errors, refuse_endless
 from tokencredit.control.vector_environments import evaluation_envs, scaled_rewards
 from tokencredit.errors import RunStopped
 from tokencredit.report.agent_episode import STEPS
@@ -134,8 +134,7 @@ def play_episode(
             while not ended:
                 if overdue():
                     raise EpisodesUnfinished("a signal came before its episode had ended")
-                if len(rewards) >= MAX_REPLAY_STEPS:
-                    raise EpisodesUnfinished(endless())
+                refuse_endless(len(rewards))
                 film.look(envs, len(rewards))
                 actions.append(chosen(agent, frames[-1], greedy, generator))
                 taken = agent.distribution.to_env(actions[-1].numpy())

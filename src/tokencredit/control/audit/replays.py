@@ -15,7 +15,7 @@ from torch import Tensor
 from tokencredit.audit.fresh_randomness import NotReplayed, redraw
 from tokencredit.control.actions import Categorical
 from tokencredit.control.agent import Agent
-from tokencredit.control.environment_wrappers import MAX_REPLAY_STEPS, ReplayWrapper
+from tokencredit.control.environment_wrappers import ReplayWrapper, refuse_endless
 from tokencredit.control.vector_environments import base_env, make_envs, wrappers
 from tokencredit.errors import RunStopped
 from tokencredit.settings.control import ControlConfig
@@ -189,11 +189,7 @@ class Replays:
         for name, x in (("a reward", reward), ("an observation", trajectory.observations[-1])):
             if not np.isfinite(x).all():
                 raise RunStopped(f"env.id {self.args.env.id} gave {name} that is not finite, in step {env.steps}")
-        if env.steps >= MAX_REPLAY_STEPS:
-            raise RunStopped(
-                f"an episode of env.id {self.args.env.id} has not ended after {MAX_REPLAY_STEPS} steps; an audit needs "
-                "episodes that end: set a limit, such as env.kwargs: {max_episode_steps: 1000}"
-            )
+        refuse_endless(env.steps, "; an audit needs episodes that end")
         by_limit = self.limit is not None and env.steps >= self.limit
         return bool(terminated or (truncated and (steps >= min_steps or not by_limit)))
 
