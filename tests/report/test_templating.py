@@ -1,6 +1,6 @@
 import pytest
 
-from tokencredit.report.templating import two_digits
+from tokencredit.report.templating import rounded, two_digits
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,9 @@ from tokencredit.report.templating import two_digits
 )
 def test_two_digits(value, text):
     assert two_digits(value) == text
+
+
+def test_rounded():
+    tree = {"a": [1.23456789, None, "x", 123456789], "b": {"c": 1e-9 / 3}}
+    assert rounded(tree) == {"a": [1.2346, None, "x", 123456789], "b": {"c": 3.3333e-10}}
+    assert rounded(tree, digits=6)["a"][0] == 1.23457

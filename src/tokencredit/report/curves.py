@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokencredit.report.meanings import meaning
+from tokencredit.report.templating import rounded
 from tokencredit.runs.summary import mean
 from tokencredit.runs.untrusted import visible
 from tokencredit.settings.control import HOMEWORK_TAGS
@@ -122,11 +123,6 @@ def constant(chart: Mapping[str, Any]) -> float | None:
     values = [value for line in chart["lines"] for value in line["y"]]
     same = len(values) > 1 and len(set(values)) == 1 and len(chart["lines"]) == 1
     return values[0] if same else None
-
-
-def rounded(value: float | None) -> float | None:
-    """A number with five digits."""
-    return None if value is None else float(f"{value:.5g}")
 
 
 def chart_of(name: str) -> str:

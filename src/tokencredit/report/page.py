@@ -12,10 +12,10 @@ from tokencredit.audit.verdict import unknown
 from tokencredit.core.losses import clip_range
 from tokencredit.errors import NotInstalled
 from tokencredit.report import agent_episode, audit_view
-from tokencredit.report.curves import chart_of, constant, rounded, section_of, sections
+from tokencredit.report.curves import chart_of, constant, section_of, sections
 from tokencredit.report.reading import REPORT, Run, read_run
 from tokencredit.report.story import next_step, story
-from tokencredit.report.templating import fill, readable, two_digits
+from tokencredit.report.templating import fill, readable, rounded, two_digits
 from tokencredit.report.what_if import ALTERNATIVES, what_if
 from tokencredit.runs.diagnosis import no_finding
 from tokencredit.runs.folder import RunFolder
@@ -274,10 +274,10 @@ def credit_view(run: Run, sample: Mapping[str, Any], error: float | None) -> dic
         "chat": "messages" in sample,
         "closed": bool(sample["tokens"]) and not sample["completion"].endswith(sample["tokens"][-1]),
         "tokens": [readable(token) for token in sample["tokens"]],
-        "numbers": {name: all_rounded(values) for name, values in numbers.items()},
-        "errors": {name: all_rounded(values) for name, values in errors.items()},
+        "numbers": rounded(numbers),
+        "errors": rounded(errors),
         "error": rounded(error),
-        "what_if": [all_rounded(alternatives[x]) if x in alternatives else None for x in alternatives_of(run)],
+        "what_if": rounded([alternatives.get(x) for x in alternatives_of(run)]),
         **(turns_of(episode) if "turns" in episode else {}),
     }
 
@@ -317,11 +317,6 @@ def observation(text: str) -> dict[str, Any]:
     """An observation, escaped and cut after `OBSERVATION` characters, and its whole `length`."""
     more = f"… and {len(text) - OBSERVATION:,} more characters" if len(text) > OBSERVATION else ""
     return {"text": readable(text[:OBSERVATION]) + more, "length": len(text)}
-
-
-def all_rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Numbers with five digits; None for unknown ones."""
-    return [rounded(value) for value in values]
 
 
 def phrases(samples: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -55,6 +56,15 @@ def shade(share: float) -> str:
 def opacity(share: float) -> float:
     """Opacity of a number's colour, by its share of the largest: ever thinner towards 0."""
     return 0.7 * min(abs(share), 1.0)
+
+
+def rounded(value: Any, digits: int = 5) -> Any:
+    """A tree of lists and dicts with its floats rounded to significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(x, digits) for key, x in value.items()}
+    return [rounded(x, digits) for x in value] if isinstance(value, list) else value
 
 
 def two_digits(value: float | None) -> str:

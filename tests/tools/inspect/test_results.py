@@ -8,7 +8,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.text.models.critic import Critic, build_value_head
 from tokencredit.tools.inspect.parts import read_parts
 from tokencredit.tools.inspect.question import Text
-from tokencredit.tools.inspect.readings import ModelPair, changes, compare, effective_rank, rounded, unchanged
+from tokencredit.tools.inspect.readings import ModelPair, changes, compare, effective_rank, unchanged
 
 
 @pytest.fixture
@@ -110,13 +110,6 @@ def test_a_model_is_left_as_it_was(gpt2, tokenizer, ids):
 def test_a_token_without_a_text_is_shown_by_its_number(gpt2, tokenizer, ids):
     pair = ModelPair("it", *gpt2, tokenizer, Text(ids, 4))
     assert pair.words([len(tokenizer) + 5, int(ids[0])]) == [f"<{len(tokenizer) + 5}>", tokenizer.decode([int(ids[0])])]
-
-
-def test_rounded():
-    assert rounded({"a": [1.23456789, None, "x", 3], "b": {"c": 1e-9 / 3}}) == {
-        "a": [1.23457, None, "x", 3],
-        "b": {"c": 3.33333e-10},
-    }
 
 
 def test_effective_rank_by_hand():

@@ -27,7 +27,7 @@ from tokencredit.report.comparison.stats import (
     varying,
 )
 from tokencredit.report.reading import REPORT
-from tokencredit.report.templating import COLOURS, fill
+from tokencredit.report.templating import COLOURS, fill, rounded
 from tokencredit.runs.summary import WINDOW
 from tokencredit.runs.untrusted import visible
 
@@ -131,15 +131,10 @@ def curve_data(line: Curve) -> dict[str, Any]:
     """A curve as data for the page's script."""
     numbers = {"y": line.y.middle, "low": line.y.low, "high": line.y.high}
     return {
-        "x": rounded(line.x, 9),
-        **{name: None if found is None else rounded(found, 5) for name, found in numbers.items()},
-        "runs": [{"x": rounded(x, 9), "y": rounded(y, 5)} for x, y in line.runs],
+        "x": rounded(line.x.tolist(), 9),
+        **{name: None if found is None else rounded(found.tolist()) for name, found in numbers.items()},
+        "runs": [{"x": rounded(x.tolist(), 9), "y": rounded(y.tolist())} for x, y in line.runs],
     }
-
-
-def rounded(found: np.ndarray, digits: int) -> list[float]:
-    """Rounded numbers for the page."""
-    return [float(f"{x:.{digits}g}") for x in found]
 
 
 def reach(lines: Sequence[Curve]) -> list[float]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped
+from tokencredit.report.templating import rounded
 from tokencredit.settings.run_kind import ModelSource, read_source
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import Batch
@@ -23,7 +24,7 @@ from tokencredit.text.models.run_models import load_source
 from tokencredit.text.rewards.terms import build_terms
 from tokencredit.tools.inspect.parts import read_parts
 from tokencredit.tools.inspect.question import Text, refuse_overlap, token_ids
-from tokencredit.tools.inspect.readings import ModelPair, compare, rounded
+from tokencredit.tools.inspect.readings import ModelPair, compare
 from tokencredit.tools.scoring_options import SamplingOptions
 from tokencredit.tools.trained_policy import Policy
 
@@ -78,14 +79,14 @@ def inspect_run(
         fitted = FITTED in critic.about
         result["critic"]["score"] = None if fitted else score
         result["critic"]["note"] += "; they are what the fit to scores of prefixes leaves" if fitted else reason
-    return {
+    about = {
         "run": Path(name).resolve().name,
         "base": (config.model.name or "the model that the run started from") if against == "base" else against,
         "tuned": name,
         "prompt": batch.prompts.texts[0],
         "completion": batch.completions[0],
         "seed": seed,
-        "seconds": rounded(time.perf_counter() - started),
+        "seconds": time.perf_counter() - started,
         "model": {
             "layers": len(pair.tuned.layers),
             "heads": pair.tuned.heads,
@@ -93,7 +94,9 @@ def inspect_run(
             "family": shape.model_type,
             "parameters": sum(p.numel() for p in tuned.parameters()),
         },
-    } | result
+    }
+    contents: dict[str, Any] = rounded(about | result, digits=6)
+    return contents
 
 
 def _sample(policy: Policy, config: PPOConfig, prompt: str | None, seed: int) -> Batch:
@@ -125,7 +128,7 @@ def _score(policy: Policy, config: PPOConfig, batch: Batch) -> tuple[float | Non
     try:
         terms = build_terms(config.reward, policy.pipeline.precision.device)
         scored = replace(policy.pipeline, terms=terms).scored(batch, config.rollout)
-        return rounded(float(scored.total_scores()[0])), ""
+        return float(scored.total_scores()[0]), ""
     except (ConfigError, RunStopped) as error:
         return None, f"; no score: {error}"
 

@@ -88,31 +88,28 @@ def compare(
     means = patching.means(pair.tuned, [seen[1], *(records[1] for _, records in elsewhere)])
     numbers = numbers._replace(others=[list(column) for column in zip(*repeated, strict=True)])
     words = (pair.words(question.up), pair.words(question.down))
-    result: dict[str, Any] = rounded(
-        {
-            "tokens": pair.words(pair.text.ids),
-            "prompt_length": pair.text.prompt_length,
-            "question": {
-                "up": words[0],
-                "down": words[1],
-                "source": question.source,
-                **_two(numbers.base, numbers.tuned, "change"),
-                "position": question.position,
-            },
-            "answer": answer.record(numbers, answer.sentence(numbers, *words, unchanged(*pair.models))),
-            "lens": _lens(pair, seen),
-            "attribution": _attribution(numbers),
-            "patching": _patching(numbers, patching.ablate(pair.tuned, means, pair.text.ids, question)),
-            "attention": _attention(pair, question),
-            "critic": None if critic is None else _critic(pair, critic),
-            "weights": {
-                "modules": changes(*pair.models),
-                "tokens_up": _moved(pair, base, tuned, tuned - base),
-                "tokens_down": _moved(pair, base, tuned, base - tuned),
-            },
-        }
-    )
-    return result
+    return {
+        "tokens": pair.words(pair.text.ids),
+        "prompt_length": pair.text.prompt_length,
+        "question": {
+            "up": words[0],
+            "down": words[1],
+            "source": question.source,
+            **_two(numbers.base, numbers.tuned, "change"),
+            "position": question.position,
+        },
+        "answer": answer.record(numbers, answer.sentence(numbers, *words, unchanged(*pair.models))),
+        "lens": _lens(pair, seen),
+        "attribution": _attribution(numbers),
+        "patching": _patching(numbers, patching.ablate(pair.tuned, means, pair.text.ids, question)),
+        "attention": _attention(pair, question),
+        "critic": None if critic is None else _critic(pair, critic),
+        "weights": {
+            "modules": changes(*pair.models),
+            "tokens_up": _moved(pair, base, tuned, tuned - base),
+            "tokens_down": _moved(pair, base, tuned, base - tuned),
+        },
+    }
 
 
 def _lens(pair: ModelPair, seen: tuple[Record, Record]) -> dict[str, Any]:
@@ -264,12 +261,3 @@ def _title(parts: Parts, parameter: str) -> str:
         if number is not None and module.startswith(f"{name}."):
             return f"layer {number} {module.removeprefix(f'{name}.')}"
     return module.rpartition(".")[2]
-
-
-def rounded(value: Any) -> Any:
-    """A tree of lists and dicts with its numbers rounded to six significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, Mapping):
-        return {key: rounded(x) for key, x in value.items()}
-    return [rounded(x) for x in value] if isinstance(value, list) else value
