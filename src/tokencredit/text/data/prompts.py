@@ -20,6 +20,7 @@ from tokencredit.provenance.parts import column_names
 from tokencredit.settings.data import CONVERSATION, PromptsConfig
 from tokencredit.text.data.completions import TEMPLATE_ERRORS, prompt_ids, render_chat
 from tokencredit.text.data.datasets import Rows, column_values, rows_of
+from tokencredit.text.data.rollout import padded
 from tokencredit.text.rewards.texts import Messages, answer, content, for_template, prefilled
 
 Prompt = str | Messages
@@ -53,10 +54,8 @@ class PromptBatch:
         pad_id: int = 0,
     ) -> PromptBatch:
         """A batch of token ids of different lengths."""
-        width = max(map(len, ids))
-        padded = torch.tensor([[pad_id] * (width - len(row)) + row for row in ids])
-        mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in ids])
-        return cls(prompts, texts, padded, mask, columns)
+        mask = padded([[True] * len(row) for row in ids], torch.bool, side="left")
+        return cls(prompts, texts, padded(ids, torch.long, pad_id, "left"), mask, columns)
 
     def to(self, device: torch.device) -> PromptBatch:
         """The batch with its tensors on a device."""

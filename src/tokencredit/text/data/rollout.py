@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from tokencredit.core.masked import extents
@@ -104,3 +105,9 @@ class Rollout:
 def unpadded(x: Tensor, mask: Tensor) -> list[list[Any]]:
     """Entries of each row where the mask is true; one transfer from the device per tensor, not per row."""
     return [row[true].tolist() for row, true in zip(x.cpu(), mask.cpu(), strict=True)]
+
+
+def padded(rows: Sequence[Any], dtype: torch.dtype, value: float = 0, side: str = "right") -> Tensor:
+    """Rows of different lengths as one tensor, `[rows, longest]`, padded on one side."""
+    tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)

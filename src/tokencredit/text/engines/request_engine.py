@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import EngineLost, RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.data.rollout import Rollout, padded
 from tokencredit.text.engines.engine import FAILURES, Conversation, Engine, OnTurn
 from tokencredit.text.engines.probe import NEW, PROMPT, TEMPERATURE, Probe, require_same_logprobs, sample_probe
 from tokencredit.text.engines.requests import SEEDS, Completion, EngineFailure, OnCompletion, Request, Sampler
@@ -247,23 +246,18 @@ class RequestConversation(Conversation):
     def rollout(self) -> Rollout:
         """The rollout of all rows, with log-probs by a full forward pass."""
         device, end = self.engine.precision.device, int(self.engine.end_ids[0])
-
-        def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, value: float = 0) -> Tensor:
-            tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-            return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
-
         ends = [[place in at for place in range(len(ids))] for ids, at in zip(self.sampled, self.ends, strict=True)]
         prompts = self.prompts.to(device)
         rollout = Rollout(
             prompt_ids=prompts.ids,
             prompt_mask=prompts.mask,
-            response_ids=padded(self.sampled, torch.long, end),
-            mask=padded(self.acted, torch.bool),
-            logprobs=padded(self.logprobs, torch.float32),
+            response_ids=padded(self.sampled, torch.long, end).to(device),
+            mask=padded(self.acted, torch.bool).to(device),
+            logprobs=padded(self.logprobs, torch.float32).to(device),
             values=None,
             truncated=torch.tensor(self.truncated, device=device),
-            turn_ends=padded(ends, torch.bool),
-            versions=padded(self.versions, torch.long, -1) if any(self.versions) else None,
+            turn_ends=padded(ends, torch.bool).to(device),
+            versions=padded(self.versions, torch.long, -1).to(device) if any(self.versions) else None,
         )
         return self.engine.exact(rollout, self.settings)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, RunStopped, quoted
@@ -27,7 +26,7 @@ from tokencredit.settings.text import PPOConfig
 from tokencredit.text.batch import EMPTY, Batch
 from tokencredit.text.credit import Credit
 from tokencredit.text.data.prompts import PromptBatch, Prompts
-from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.data.rollout import Rollout, padded
 from tokencredit.text.data.stream import BatchStream
 from tokencredit.text.models.model_loading import max_prompt_length
 from tokencredit.text.pipeline import Pipeline, Stages, no_stage
@@ -352,12 +351,8 @@ class LoopByHand(Trainer):
 
     def _adopted(self, rows: PromptBatch, ids: list[Tensor], logprobs: list[Tensor] | None) -> Batch:
         device, engine, settings = rows.ids.device, self.pipeline.engine, self.loaded.rollout
-
-        def padded(tensors: list[Tensor], value: float = 0) -> Tensor:
-            return pad_sequence(tensors, batch_first=True, padding_value=value).to(device)
-
-        mask = padded([torch.ones_like(row, dtype=torch.bool) for row in ids])
-        tokens = padded(ids, int(engine.end_ids[0]) if engine.end_ids else 0)
+        mask = padded([torch.ones_like(row) for row in ids], torch.bool).to(device)
+        tokens = padded(ids, torch.long, int(engine.end_ids[0]) if engine.end_ids else 0).to(device)
         ended = [settings.stop_at_eos and int(row[-1]) in engine.end_ids for row in ids]
         rollout = Rollout(
             prompt_ids=rows.ids,
@@ -367,7 +362,7 @@ class LoopByHand(Trainer):
             logprobs=torch.zeros(mask.shape, device=device),
             values=None,
             truncated=~torch.tensor(ended, device=device),
-            behavior_logprobs=None if logprobs is None else padded(logprobs),
+            behavior_logprobs=None if logprobs is None else padded(logprobs, torch.float32).to(device),
         )
         if settings.stop:
             rollout.truncated &= ~rollout.stopped(self.tokenizer, settings.stop)

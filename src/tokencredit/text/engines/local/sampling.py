@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessor, MinPLogitsWarper, PreTrainedTokenizerBase, TopKLogitsWarper, TopPLogitsWarper
 
 from tokencredit.distributed.processes import Processes
@@ -16,7 +14,7 @@ from tokencredit.distributed.sharding import within
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.detokenizer import StopSearch
 from tokencredit.text.data.prompts import PromptBatch
-from tokencredit.text.data.rollout import Rollout
+from tokencredit.text.data.rollout import Rollout, padded
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.kv_cache import CachedSteps, steps_of
 
@@ -287,8 +285,7 @@ def append_started(prompts: PromptBatch, started: Sequence[Tensor]) -> tuple[Ten
     rows = list(zip(prompts.ids, prompts.mask, started, strict=True))
     ids = [torch.cat([prompt, tokens]) for prompt, _, tokens in rows]
     mask = [torch.cat([prompt_mask, torch.ones_like(tokens).bool()]) for _, prompt_mask, tokens in rows]
-    padded = partial(pad_sequence, batch_first=True, padding_side="left")
-    return padded(ids), padded(mask)
+    return padded(ids, torch.long, side="left"), padded(mask, torch.bool, side="left")
 
 
 def logits_warpers(settings: SamplingConfig) -> list[LogitsProcessor]:
