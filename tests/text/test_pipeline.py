@@ -137,7 +137,7 @@ class Says:
     def generate(self, prompts, settings, uniforms, per_prompt=1):
         ids = torch.tensor([self.ids] * len(prompts.ids))
         mask, numbers = torch.ones_like(ids, dtype=torch.bool), torch.full(ids.shape, -1.0)
-        return Rollout(prompts.ids, prompts.mask, ids, mask, numbers, numbers, torch.zeros(len(ids)).bool())
+        return Rollout(prompts.ids, prompts.mask, ids, mask, numbers, torch.zeros(len(ids)).bool(), numbers)
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,6 @@ def values_after(
         response_ids=pad(rollout.response_ids[cut], (0, 1)),
         mask=pad(rollout.mask[cut], (0, 1)).scatter(1, lengths, True),
         logprobs=pad(rollout.logprobs[cut], (0, 1)),
-        values=None,
         truncated=cut[cut],
     )
     # `lengths` counts the extra token, which is not an input, so the budget is one larger.

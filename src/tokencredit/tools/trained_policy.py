@@ -194,7 +194,6 @@ class Policy:
             response_ids=tensor[:, start:],
             mask=mask[:, start:],
             logprobs=numbers,
-            values=None,
             truncated=torch.zeros(1, dtype=torch.bool, device=device),
         )
 

@@ -40,7 +40,7 @@ def rollout(tokenizer, prompts, completions):
 
     (prompt_ids, prompt_mask), (response_ids, mask) = padded(prompts, True), padded(completions, False)
     numbers = torch.zeros(mask.shape)
-    return Rollout(prompt_ids, prompt_mask, response_ids, mask, numbers, None, torch.zeros(len(mask)).bool())
+    return Rollout(prompt_ids, prompt_mask, response_ids, mask, numbers, torch.zeros(len(mask)).bool())
 
 
 def test_the_space_after_the_prompt_belongs_to_the_completion(tokenizer):

@@ -130,7 +130,7 @@ def test_the_usual_end_has_a_text():
     (stop,), eom, unknown = tokenizer(".")["input_ids"], len(tokenizer) - 1, len(tokenizer) + 8
     ids = torch.tensor([[stop, eom], [stop, unknown], [eom, eom]])
     mask, numbers = torch.ones_like(ids, dtype=torch.bool), torch.zeros(ids.shape)
-    completed = Rollout(ids, mask, ids, mask, numbers, None, truncated=torch.zeros(3, dtype=torch.bool))
+    completed = Rollout(ids, mask, ids, mask, numbers, truncated=torch.zeros(3, dtype=torch.bool))
     assert usual_end(completed, tokenizer, lambda counts: counts) == [stop]
     cut = replace(completed, truncated=torch.ones(3, dtype=torch.bool))
     assert usual_end(cut, tokenizer, lambda counts: counts) == []

@@ -28,10 +28,10 @@ class Rollout:
     logprobs: Tensor
     """Log-prob of each token under the policy at its temperature, in nats, before filters such as top_p. Under the
     policy that drew it, of an earlier update, if it has an `age` and no `behavior_logprobs`."""
-    values: Tensor | None
-    """Value of the state before each token; None if the engine did not compute it."""
     truncated: Tensor
     """`[batch]`, true if the completion reached the length limit, or the episode was cut off."""
+    values: Tensor | None = None
+    """Value of the state before each token; None if the engine did not compute it."""
     entropy: Tensor | None = None
     """Entropy of the distribution behind each log-prob, in nats; None without filters, where −log-prob estimates it."""
     turn_ends: Tensor | None = None

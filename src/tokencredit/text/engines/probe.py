@@ -86,7 +86,6 @@ def sample_probe(
         response_ids=ids,
         mask=torch.ones_like(ids, dtype=torch.bool),
         logprobs=torch.tensor([row.logprobs for row in rows], device=device),
-        values=None,
         truncated=torch.ones(ROWS, dtype=torch.bool, device=device),
     )
 

@@ -254,7 +254,6 @@ class RequestConversation(Conversation):
             response_ids=padded(self.sampled, torch.long, end).to(device),
             mask=padded(self.acted, torch.bool).to(device),
             logprobs=padded(self.logprobs, torch.float32).to(device),
-            values=None,
             truncated=torch.tensor(self.truncated, device=device),
             turn_ends=padded(ends, torch.bool).to(device),
             versions=padded(self.versions, torch.long, -1).to(device) if any(self.versions) else None,

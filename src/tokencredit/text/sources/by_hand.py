@@ -360,7 +360,6 @@ class LoopByHand(Trainer):
             response_ids=tokens,
             mask=mask,
             logprobs=torch.zeros(mask.shape, device=device),
-            values=None,
             truncated=~torch.tensor(ended, device=device),
             behavior_logprobs=None if logprobs is None else padded(logprobs, torch.float32).to(device),
         )
