@@ -11,7 +11,7 @@ import pytest
 from helpers.proofs import proofs
 from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import describe, label
-from tokencredit.report.comparison.compare import compare
+from tokencredit.report.comparison.compare import compare, difference, verdict
 from tokencredit.report.comparison.page import outcome_cells
 from tokencredit.report.comparison.stats import (
     POINTS,
@@ -33,7 +33,6 @@ from tokencredit.report.comparison.stats import (
     too_few,
     varying,
 )
-from tokencredit.report.comparison.verdict import difference, verdict
 from tokencredit.report.reading import Run
 from tokencredit.user_code.user_objects import load_object
 
