@@ -318,6 +318,13 @@ def test_shell_arithmetic_and_quotes():
     assert len(next(Script().commands(f"A={'x' * 9000}\nrun {'$A' * 9000}"))[1]) == 18_000, "and is not built first"
 
 
+def test_no_of_yaml_is_no_strategy(tmp_path, capsys):
+    config, _, _ = run(tmp_path, "a.yaml", TRL_YAML + "save_strategy: no\nsave_steps: 5\n", capsys)
+    assert config.run.save_every == 0
+    line = f"{SWIFT.strip()} --val_dataset held.jsonl --eval_strategy no --eval_steps 5"
+    assert run(tmp_path, "a.sh", line, capsys, "--rows", "500")[0].eval.every == 0
+
+
 def test_defaults_without_a_counterpart_are_named(tmp_path, capsys):
     for name, text, default in (
         ("swift.sh", SWIFT, "adam_beta2 0.95"),

@@ -167,7 +167,7 @@ SWIFT = replace(
         "critic.name": ("reward_model", first),
         "model.lora.rank": ("tuner_type lora_rank", lora_rank),
         "model.dtype": ("bf16 fp16 torch_dtype", dtype),
-        "eval.every": ("eval_strategy eval_steps", lambda kind, steps: every(kind or "steps", steps)),
+        "eval.every": ("eval_strategy eval_steps", lambda kind, steps: every(first(kind, "steps"), steps)),
     },
     defaults={
         **{x: y for x, y in TRL.defaults.items() if x not in ("learning_rate", "gradient_accumulation_steps")},

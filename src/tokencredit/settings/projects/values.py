@@ -97,7 +97,7 @@ def trackers(names: Any) -> Any:
 def every(strategy: Any, steps: Any = None) -> Any:
     """Iterations between saves or evaluations."""
     strategy = str(getattr(strategy, "value", strategy))
-    if strategy == "no":
+    if strategy in ("no", "False"):  # as YAML reads no
         return 0
     if strategy == "epoch" or (steps and 0 < steps < 1):
         return Without(f"every {strategy if strategy == 'epoch' else f'{steps} of the run'} there; give iterations")
