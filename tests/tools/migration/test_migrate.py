@@ -1,5 +1,6 @@
 """`tokencredit migrate`: each form of the peers' configurations becomes a run.yaml that loads, and nothing is lost."""
 
+import ast
 import json
 import textwrap
 from shutil import copytree
@@ -9,7 +10,7 @@ import pytest
 from tokencredit.cli import main
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.model_loading import resolve
-from tokencredit.tools.migration.arithmetic import shell_sum
+from tokencredit.tools.migration.arithmetic import bound_once, constants, shell_sum
 from tokencredit.tools.migration.shell import Script
 
 TRL_YAML = """
@@ -231,8 +232,8 @@ def test_a_reward_model_with_labels_is_a_classifier(config, labels, term, said, 
 
 def test_arithmetic_of_a_script_is_computed(tmp_path, capsys):
     script = """
-rows: int = 4
-rows *= 2
+half: int = 4
+rows = half * 2
 other = load(3)
 rate = -(-1e-6) * 3
 PPOConfig(total_episodes=rows * 32, learning_rate=rate, per_device_train_batch_size=2 ** 3, response_length=int(1e2),
@@ -243,8 +244,31 @@ PPOConfig(total_episodes=rows * 32, learning_rate=rate, per_device_train_batch_s
     assert config.optim.lr == pytest.approx(3e-6)
     for kept in ("num_ppo_epochs=9 ** 9 ** 9", "seed=1 / 0", "num_mini_batches=other * 2"):
         assert f"not read: {kept} is computed by the script" in told
-    doubled = "a = 1\n" + "a = a + a\n" * 90 + "PPOConfig(seed=a, gamma=0.9)"
-    assert "seed=a is computed" in run(tmp_path, "b.py", doubled, capsys)[2], "and ends at once"
+    doubled = "a0 = 1\n" + "".join(f"a{n + 1} = a{n} + a{n}\n" for n in range(90)) + "PPOConfig(seed=a90, gamma=0.9)"
+    assert "seed=a90 is computed" in run(tmp_path, "b.py", doubled, capsys)[2], "and ends at once"
+
+
+def test_a_name_that_a_script_binds_again_is_not_known():
+    again = ["n = 3", "if x: n = 3", "n *= 2", "def f(): n = 3", "def f(n): pass", "lambda n: 0", "for n in x: pass"]
+    again += ["with x as n: pass", "print(n := 3)", "from x import n", "del n", "n[0] = 3", "n.update(m)"]
+    for line in ("", *again):
+        known = constants(bound_once(list(ast.walk(ast.parse(f"n = 2\nm = 1\n{line}\n")))))
+        assert known == ({"m": 1} if line else {"n": 2, "m": 1}), line
+
+
+def test_dicts_of_arguments_are_read_and_later_changes_are_named(tmp_path, capsys):
+    script = """
+common = dict(learning_rate=1e-5, num_ppo_epochs=epochs, **more)
+other = {"lam": 0.9}
+config = PPOConfig("out", seed=7, **common, **other, **vars(args))
+config.kl_coef = 0.5
+self.config.gamma = 0.5
+"""
+    config, _, told = run(tmp_path, "trl.py", script, capsys)
+    assert (config.seed, config.optim.lr, config.advantage.lam, config.kl.coef) == (7, 1e-5, 0.9, 0.05)
+    left = ["num_ppo_epochs=epochs is computed by the script", "**more is computed by the script"]
+    left += ["**vars(args) is computed by the script", "'out', an argument without a name", "config.kl_coef = 0.5"]
+    assert [line.strip() for line in told.splitlines() if "not read" in line] == [f"not read: {x}" for x in left]
 
 
 def test_variables_of_a_shell_are_kept_and_named_if_the_script_does_not_set_them(tmp_path, capsys):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 OPERATORS: dict[type, Any] = {
@@ -46,16 +48,29 @@ def shell_sum(text: str) -> str:
     return str(value) if type(value) is int else ""
 
 
-def constants(nodes: list[ast.AST]) -> dict[str, Any]:
-    """The last value of each name that a script assigns, unless it cannot be computed."""
+def assignments(nodes: list[ast.AST]) -> list[tuple[ast.expr, ast.Assign | ast.AnnAssign | ast.AugAssign]]:
+    """A script's assignments, after the first target of each, in the order of lines."""
+    found = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
+    found.sort(key=lambda node: node.lineno)
+    return [(node.targets[0] if isinstance(node, ast.Assign) else node.target, node) for node in found]
+
+
+def bound_once(nodes: list[ast.AST]) -> dict[str, ast.expr]:
+    """The value of each name that a script assigns, and binds or changes nowhere else, in the order of lines."""
+    stored = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del))
+    names = [ast.unparse(node).partition("[")[0] for node in stored]
+    names += [ast.unparse(x.value) for x in nodes if isinstance(x, ast.Attribute) and x.attr in ("update", "pop")]
+    names += [node.arg for node in nodes if isinstance(node, ast.arg)]
+    names += [node.asname or node.name for node in nodes if isinstance(node, ast.alias)]
+    count = Counter(names)
+    values = {getattr(target, "id", ""): node.value for target, node in assignments(nodes)}
+    return {name: value for name, value in values.items() if value is not None and count[name] == 1}
+
+
+def constants(values: Mapping[str, ast.expr]) -> dict[str, Any]:
+    """The values of names that can be computed, in their order."""
     found: dict[str, Any] = {}
-    assignments = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
-    for node in sorted(assignments, key=lambda node: node.lineno):
-        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        name, value = getattr(target, "id", ""), node.value or target
-        step = ast.BinOp(target, node.op, value) if isinstance(node, ast.AugAssign) else value
-        try:
-            found[name] = computed(step, found)
-        except UNREADABLE:
-            found.pop(name, None)
+    for name, value in values.items():
+        with suppress(*UNREADABLE):
+            found[name] = computed(value, found)
     return found

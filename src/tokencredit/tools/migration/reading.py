@@ -20,7 +20,7 @@ from tokencredit.settings.projects.trl import OLD_TRL, TRL
 from tokencredit.settings.projects.verl import VERL
 from tokencredit.settings.reader import MAX_SIZE, load_yaml, read_yaml
 from tokencredit.settings.text import PPOConfig
-from tokencredit.tools.migration.arithmetic import UNREADABLE, computed, constants
+from tokencredit.tools.migration.arithmetic import UNREADABLE, assignments, bound_once, computed, constants
 from tokencredit.tools.migration.shell import PROCESSES, Script, arguments, flags
 
 PROGRAMS = {
@@ -185,7 +185,8 @@ def python_source(text: str, file: Path) -> Source | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{file} is not Python that can be read: {error}") from error
     nodes = list(ast.walk(tree))
-    known = constants(nodes)
+    bound = bound_once(nodes)
+    known = constants(bound)
     calls = [(called(node), node) for node in nodes if isinstance(node, ast.Call)]
     configs = [node for name, node in calls if name in ("PPOConfig", "PPOv2Config") and node.keywords]
     if not configs:
@@ -200,12 +201,12 @@ def python_source(text: str, file: Path) -> Source | None:
         found = (shell_source(own, file) for own in texts if isinstance(own, str) and "--" in own)
         return next((source for source in found if source), None)
     source = Source(None, {})
-    critics = [x.value for x in nodes if isinstance(x, ast.keyword) and x.arg == "value_model"]
-    critics += [
-        x.value for x in nodes if isinstance(x, ast.Assign) and getattr(x.targets[0], "id", "") == "value_model"
-    ]
+    critics: list[ast.expr | None] = [x.value for x in nodes if isinstance(x, ast.keyword) and x.arg == "value_model"]
+    assigned = assignments(nodes)
+    critics += [x.value for target, x in assigned if getattr(target, "id", "") == "value_model"]
+    made = [ast.unparse(target) for target, x in assigned if x.value is configs[0]]
     for name, node in calls:
-        values = call_arguments(name, node, node in configs[:1])
+        values = call_arguments(name, node, node in configs[:1], bound)
         if values and node in critics:  # of the reward model's class, and often of another folder
             values = {"value_model_path": node.args[0]}
         if "reward_model" in source.given:  # whose labels those of a second one are not
@@ -215,9 +216,12 @@ def python_source(text: str, file: Path) -> Source | None:
                 source.given.setdefault(argument, computed(value, known))
             except UNREADABLE:
                 if node in configs[:1] or name == "LoraConfig":
-                    source.notes.append(f"{argument}={ast.unparse(value)} is computed by the script")
+                    shown = "**" if "**" in argument else f"{argument}="
+                    source.notes.append(f"{shown}{ast.unparse(value)} is computed by the script")
     source.given = {name: value for name, value in source.given.items() if value is not None}
     source.project = trl_version(source.given, text)
+    source.notes += [f"{ast.unparse(value)}, an argument without a name" for value in configs[0].args]
+    source.notes += [ast.unparse(x) for target, x in assigned if ast.unparse(target).rpartition(".")[0] in made]
     if len(configs) > 1:
         source.notes.append(f"{len(configs)} calls of PPOConfig; the first is read")
     return source
@@ -229,9 +233,24 @@ def called(node: ast.Call) -> str:
     return parts[-2] if parts[-1] == "from_pretrained" and len(parts) > 1 else parts[-1]
 
 
-def call_arguments(name: str, node: ast.Call, config: bool) -> dict[str, ast.expr]:
+def keywords_of(node: ast.Call, bound: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
+    """The arguments of a call by name, those of a dict after `**` too; `**` and its text for another one."""
+    found: dict[str, ast.expr] = {}
+    for item in node.keywords:
+        spread = None if item.arg else bound.get(getattr(item.value, "id", ""), item.value)
+        items = [item]
+        if isinstance(spread, ast.Dict):
+            names = [str(key.value) if isinstance(key, ast.Constant) else None for key in spread.keys]
+            items = [ast.keyword(name, value) for name, value in zip(names, spread.values, strict=True)]
+        elif isinstance(spread, ast.Call) and called(spread) == "dict" and not spread.args:
+            items = spread.keywords
+        found |= {inner.arg or f"**{ast.unparse(inner.value)}": inner.value for inner in items}
+    return found
+
+
+def call_arguments(name: str, node: ast.Call, config: bool, bound: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
     """The arguments of a call that are settings, by TRL's names."""
-    keywords = {item.arg: item.value for item in node.keywords if item.arg}
+    keywords = keywords_of(node, bound)
     if config:
         return keywords
     if name == "LoraConfig":
