@@ -334,12 +334,66 @@ def test_shell_arithmetic_and_quotes():
         export A=6
         run --x $((A * 7)) --y "$B" --z $(date) --w ${C:-$A}
     """)
-    *_, words = Script().commands(text.replace("A=6; B='a b'", "B='a b'"))
+    *_, words = Script().commands(text)
     assert words == ["run", "--x", "42", "--y", "a b", "--z", "$(date)", "--w", "6"]
     assert [shell_sum(x) for x in ("7 / 0", "x", "9" * 19 + " + 1", "2 + 3 * 4")] == ["", "", "", "14"]
     bomb = "A0=xxxxxxxx\n" + "".join(f"A{n + 1}=$A{n}$A{n}\nB=$((B * 99))\n" for n in range(60)) + "run $A60\n"
     assert len(" ".join(next(Script().commands(bomb)))) < 200_000
     assert len(next(Script().commands(f"A={'x' * 9000}\nrun {'$A' * 9000}"))[1]) == 18_000, "and is not built first"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("A='--x 1'\nA=\"$A --y 2\"\nrun $A; echo", "run|--x|1|--y|2"),
+        ("A='--x 1'; A+=' --y 2' && run ${A}", "run|--x|1|--y|2"),
+        ('A=$(date +%s); B="--x $A"; run $B "$B" \';\' # it\'s; A=1', "run|--x|$(date +%s)|--x $(date +%s)|;"),
+        ('A=(--x 1)\nA=(--y 2)\nA+=(--z 3)\nB=("${A[@]}" --w)\nrun ${B[@]}', "run|--y|2|--z|3|--w"),
+        ("if [ $D ]; then\n  A=1; B=1\nelse\n  A=2; B=1\nfi\nrun $A $B", "run|${A}|1"),
+        ("A=1\n[ $D ] && A=2\nexport A=1 B=3\nrun $A $B", "run|${A}|3"),
+    ],
+)
+def test_variables_of_a_shell_are_split_replaced_and_continued(lines, words):
+    assert next("|".join(found) for found in Script().commands(lines) if found[0] == "run") == words
+
+
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        ("python ppo.py", 1),
+        ("torchrun --nnodes 2 --nproc-per-node=8 ppo.py", 16),
+        ("N=3\ntorchrun --nnodes=1:$N --nproc_per_node=8 ppo.py", None),
+        ("G=$(nvidia-smi -L | wc -l)\ntorchrun --nproc_per_node=$G ppo.py", None),
+        ("torchrun --nproc_per_node gpu ppo.py", None),
+        ("NNODES=2 accelerate launch --num_machines 2 --num_processes 16 ppo.py", 16),
+        ("accelerate launch --config_file zero2.yaml ppo.py --deepspeed d.json", None),
+        ("NNODES=2 NPROC_PER_NODE=4 swift rlhf --deepspeed zero3", 8),
+        ("NPROC_PER_NODE=$G swift rlhf", None),
+    ],
+)
+def test_the_number_of_processes_is_that_of_all_nodes_or_unknown(command, count):
+    script = Script()
+    *_, words = script.commands(command)
+    assert script.processes(" ".join(words)) == count
+
+
+def test_a_batch_of_a_launcher_without_a_number_is_left_to_the_user(tmp_path, capsys):
+    line = "accelerate launch ppo.py --per_device_train_batch_size 16 --total_episodes 320 --num_mini_batches 2"
+    config, text, told = run(tmp_path, "a.sh", line, capsys)
+    assert (config.rollout.batch_size, config.run.iterations) == (16, 20)
+    for lines in (text, told):
+        assert "rollout.batch_size: of one process; write it times the number of processes, with run.iter" in lines
+        assert "; as since TRL 0.17; before" in lines
+
+
+def test_arguments_of_llama_factory_override_its_file(tmp_path, capsys):
+    (tmp_path / "cfg.yaml").write_text(LLAMA_FACTORY)
+    line = "llamafactory-cli train cfg.yaml learning_rate=1e-3 $MORE ppo_epochs=9 --seed 3"
+    config, _, told = run(tmp_path, "a.sh", line, capsys, "--rows", "500")
+    assert (config.optim.lr, config.ppo.epochs, config.seed, config.kl.target) == (1e-3, 9, 3, 8.0)
+    assert "not read: $MORE" in told
+    line = "python3 -m verl.trainer.main_ppo ~actor.clip_ratio data.train_batch_size=64 trainer.total_training_steps=5"
+    assert "not read: ~actor.clip_ratio" in run(tmp_path, "b.sh", line, capsys)[2]
 
 
 def test_no_of_yaml_is_no_strategy(tmp_path, capsys):

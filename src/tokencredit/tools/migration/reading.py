@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tokencredit.settings.projects.verl import VERL
 from tokencredit.settings.reader import MAX_SIZE, load_yaml, read_yaml
 from tokencredit.settings.text import PPOConfig
 from tokencredit.tools.migration.arithmetic import UNREADABLE, assignments, bound_once, computed, constants
-from tokencredit.tools.migration.shell import PROCESSES, Script, arguments, flags
+from tokencredit.tools.migration.shell import Script, arguments, flags
 
 PROGRAMS = {
     re.compile(r"(.*[./])?main_ppo(\.py)?"): VERL,
@@ -137,9 +138,8 @@ def shell_source(text: str, file: Path) -> Source | None:
             if not (rest := arguments(words, program)):
                 continue
             source = command_source(project, rest, file)
-            count = PROCESSES.search(line) or re.fullmatch(r"()(\d+)", script.variables.get("NPROC_PER_NODE", ""))
-            if count and project is not VERL and project is not OPENRLHF:
-                source.given.setdefault("world_size", int(count[count.re.groups]))
+            if project is not VERL and project is not OPENRLHF and (count := script.processes(line)) != 1:
+                source.given.setdefault("world_size", count)
             found.append(source)
             break
     if len(found) > 1:
@@ -149,18 +149,19 @@ def shell_source(text: str, file: Path) -> Source | None:
 
 def command_source(project: Project, words: list[str], file: Path) -> Source:
     """The settings of a command's arguments."""
-    notes: list[str] = []
+    plain = list(takewhile(lambda word: project is VERL or not word.startswith("-"), words))
+    pairs = [word.lstrip("+").partition("=") for word in plain if not word.startswith("-")]
+    given = {key: value_of(value) for key, equals, value in pairs if equals}
+    notes = [key for key, equals, _ in pairs if not equals and key != "train"]
     if project is VERL:
-        pairs = [word.lstrip("+").partition("=") for word in words if not word.startswith("-")]
-        given = {key: value_of(value) for key, equals, value in pairs if equals}
-        notes = [f"{word} is Hydra's, and its values are not read" for word in words if word.startswith("-")]
+        notes += [f"{word} is Hydra's, and its values are not read" for word in words if word.startswith("-")]
     else:
-        given = {key: value_of(value) for key, value in flags(words).items()}
-        configs = [word for word in words if word.endswith((".yaml", ".yml", ".json")) and "=" not in word]
-        if project is LLAMA_FACTORY and configs and (own := file.parent / configs[0]).is_file():
+        given |= {key: value_of(value) for key, value in flags(words).items()}
+    if project is LLAMA_FACTORY and notes and notes[0].endswith((".yaml", ".yml", ".json")):
+        if (own := file.parent / notes.pop(0)).is_file():
             given = mapping_source(read_yaml(own), own).given | given
-        elif configs and project is LLAMA_FACTORY:
-            notes.append(f"{configs[0]} is not there; give it to migrate as well")
+        else:
+            notes.append(f"{own} is not there; give it to migrate as well")
     if (kind := given.get("rlhf_type", given.get("stage", "ppo"))) != "ppo":
         raise ConfigError(f"{file}: its command trains with {kind}; migrate reads ppo")
     given = {key: value for key, value in given.items() if value is not None}

@@ -10,15 +10,28 @@ from dataclasses import dataclass, field
 from tokencredit.tools.migration.arithmetic import shell_sum
 
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
-ASSIGNMENT = re.compile(r"(?:(?:export|declare|local|readonly)\s+)?(\w+)=(.*)", re.DOTALL)
-ARRAY = re.compile(r"^\s*(\w+)\+?=\(([^)]*(?:\)\)[^)]*)*)\)[ \t]*$", re.MULTILINE)
+ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+BEFORE = re.compile(r"export|declare|local|readonly|then|else|do|-\w+")
+ARRAY = re.compile(r"^\s*(\w+)(\+?)=\(([^)]*(?:\)\)[^)]*)*)\)[ \t]*$", re.MULTILINE)
 SUM = re.compile(r"\$\(\(([^()`]*)\)\)|\$\(expr ([^()`]*)\)|`expr ([^`]*)`")
 OTHER = re.compile(r"\$\([^()]*\)|`[^`]*`")
+WORD = re.compile(rf"(?:{OTHER.pattern}|\S)+")
+PIECE = re.compile(
+    rf"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|{SUM.pattern}|{OTHER.pattern}|(?<!\S)\#.*"""
+    rf"""|;|&&|\|\||(?<![^\s;])(?:{VARIABLE.pattern})(?![^\s;])"""
+)
+"""Pieces of a line: those in which nothing ends a command or is split, ends of commands, variables without quotes."""
 ENDS = re.compile(r"&&|\|\|?|;|&|\d?>+.*|&>+.*|<.*")
-PROCESSES = re.compile(r"--(?:nproc_per_node|nproc-per-node|num_processes)[= ](\d+)")
+LAUNCHER = re.compile(
+    r"(?<![-\w])(torchrun|deepspeed|llamafactory-cli|distributed\.\w+|accelerate.(commands.)?launch) "
+)
+PROCESSES = re.compile(r"--(?:nproc[_-]per[_-]node|num[_-]processes|num_gpus)[= ](\S+)")
+NODES = re.compile(r"--(?:nnodes|num_nodes)[= ](\S+)")
+SPLIT = "\0"
+"""Before a variable whose value is split into words."""
 MAX_NESTING = 3
 MAX_VALUE = 100_000
-"""Most characters of a variable; one that would be longer keeps the names of others."""
+"""Most characters of a variable, and words of an array; one that would be longer keeps the names of others."""
 
 
 @dataclass
@@ -29,25 +42,31 @@ class Script:
     arrays: dict[str, list[str]] = field(default_factory=dict)
 
     def commands(self, text: str) -> Iterator[list[str]]:
-        """The words of each command, variables in place; those that the script does not assign stay as they are."""
+        """The words of each command, variables in place; those without one value in the script stay as they are."""
         text = re.sub(r"\\[ \t]*(#[^\n]*)?\r?\n", " ", re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE))
         for line in ARRAY.sub(lambda match: " ".join(match[0].split()), text).splitlines():
             array = ARRAY.fullmatch(line)
-            try:
-                words = shlex.split(self._sums(line if array is None else array[2]), comments=True)
-            except ValueError:  # a quote that goes on, as in a here document
-                continue
-            if array is not None:
-                self.arrays[array[1]] = [*self.arrays.get(array[1], []), *map(self.fill, words)]
-                continue
-            while words and (match := ASSIGNMENT.fullmatch(words[0])) and not words[0].startswith("-"):
-                self.variables[match[1]] = self.fill(match[2])
-                words = words[1:]
-            if words and words[0] in ("export", "declare", "local", "readonly"):
-                pairs = [ASSIGNMENT.fullmatch(word) for word in words[1:]]
-                self.variables.update({pair[1]: self.fill(pair[2]) for pair in pairs if pair})
-            elif words:
-                yield [inner for word in words for inner in self._words(word)]
+            for command in PIECE.sub(_marked, line if array is None else array[3]).split("\n"):
+                try:
+                    words = shlex.split(self._sums(command), comments=True)
+                except ValueError:  # a quote that goes on, as in a here document
+                    continue
+                while array is None and words and (BEFORE.fullmatch(words[0]) or self._assign(words[0])):
+                    words = words[1:]
+                words = [inner for word in words for inner in self._words(word)]
+                if array is not None:
+                    self.arrays[array[1]] = (self.arrays.get(array[1], []) * bool(array[2]) + words)[:MAX_VALUE]
+                elif words:
+                    yield words
+
+    def processes(self, line: str) -> int | None:
+        """The number of processes that a command starts; None if its launcher takes one that is not given."""
+        line += self.fill(" --nproc_per_node=${NPROC_PER_NODE-} --nnodes=${NNODES-}")
+        count, nodes = PROCESSES.search(line), NODES.search(line)
+        if count is None:
+            return None if LAUNCHER.search(line) else 1
+        times = nodes[1] if nodes and "processes" not in count[0] else 1  # num_processes counts those of all nodes
+        return int(shell_sum(f"{count[1]} * {times}") or 0) or None
 
     def fill(self, text: str) -> str:
         """A text with the variables that are known, or have a default, in place."""
@@ -61,9 +80,22 @@ class Script:
             text = VARIABLE.sub(value, text)
         return text
 
+    def _assign(self, word: str) -> bool:
+        """Keep the variable that a word assigns, or its name if it had another value; False for another word."""
+        if (match := ASSIGNMENT.fullmatch(word)) is None:
+            return False
+        name, more, text = match.groups()
+        text = f"${{{name}-}}{text}" if more else text
+        value, own = self.fill(text), any(name in used.groups() for used in VARIABLE.finditer(text))
+        self.variables[name] = value if own or self.variables.get(name, value) == value else f"${{{name}}}"
+        return True
+
     def _words(self, word: str) -> list[str]:
-        name = VARIABLE.fullmatch(word)
-        return self.arrays.get(name[1] or name[3], [self.fill(word)]) if name else [self.fill(word)]
+        """The words that a word stands for: of an array, or of a variable without quotes, several."""
+        text = word.removeprefix(SPLIT)
+        words = [self.fill(text)] if text == word else WORD.findall(self.fill(text))
+        name = VARIABLE.fullmatch(text)
+        return self.arrays.get(name[1] or name[3], words) if name else words
 
     def _sums(self, line: str) -> str:
         """The line with sums of whole numbers computed, and other commands in it as one word."""
@@ -79,6 +111,13 @@ class Script:
         name = f"kept_{len(self.variables)}"
         self.variables[name] = text
         return f"${{{name}}}"
+
+
+def _marked(match: re.Match[str]) -> str:
+    """A piece of a line: a new line for the end of a command, and a variable without quotes as a word that is split."""
+    if match[0] in (";", "&&", "||"):
+        return "\n"
+    return shlex.quote(SPLIT + match[0]) if VARIABLE.fullmatch(match[0]) else match[0]
 
 
 def arguments(words: list[str], program: re.Pattern[str], depth: int = 0) -> list[str] | None:

@@ -153,8 +153,12 @@ def _doubts(project: Project, given: Mapping[str, Any], settings: Mapping[str, A
     doubts = {}
     if project is TRL and given.get("learning_rate") is None:
         doubts["optim.lr"] = "3e-6 is the default since TRL 0.29; it was 5e-5 before"
+    batch = ["of one process; write it times the number of processes, with run.iterations for as many completions"]
+    batch *= given.get("world_size", 1) is None
     if project is TRL and given.get("num_mini_batches") not in (None, 1):
-        doubts["rollout.batch_size"] = "as since TRL 0.17; before, num_mini_batches times as many completions"
+        batch.append("as since TRL 0.17; before, num_mini_batches times as many completions")
+    if batch:
+        doubts["rollout.batch_size"] = "; ".join(batch)
     place, coef = settings.get("kl.place"), settings.get("kl.coef")
     if coef and place in ("loss", "both") and settings.get("advantage.whiten") == "batch":
         doubts["kl.coef"] = (
