@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from helpers.models import SHAPE, random_lm
 from tokencredit.errors import ConfigError
 from tokencredit.settings.offline import CompletionsConfig, DPOPairsConfig, RowsSettings
+from tokencredit.settings.projects.llama_factory import LLAMA_FACTORY
 from tokencredit.text.offline.examples import Encoder, examples_of, read_rows, split
 
 ROWS = [{"prompt": "The film is", "completion": " bad."}, {"prompt": "I thought it was", "completion": " a great joy."}]
@@ -264,8 +265,12 @@ def test_other_public_forms_are_answered_with_their_flags(lm, tokenizer):
     with pytest.raises(ConfigError, match=r"set --data\.template '.*' --data\.completion output") as told:
         read([asked], CompletionsConfig(), lm, tokenizer)
     config = CompletionsConfig(template=str(told.value).split("'")[3], completion="output")
-    [example] = read([asked], config, lm, tokenizer, "output")[0]
-    assert tokenizer.decode(example["input_ids"], skip_special_tokens=True) == "Judge it: bad"
+    own = CompletionsConfig(template=LLAMA_FACTORY.fixed["prompts.template"], completion="output")
+    rows = [asked, {"instruction": "Judge", "output": " bad"}, asked | {"input": None}]
+    for template, texts in ((config, ["Judge it:", "Judge:", "Judge:"]), (own, ["Judge\nit", "Judge", "Judge"])):
+        examples, _ = read(rows, template, lm, tokenizer, "output")
+        decoded = [tokenizer.decode(x["input_ids"], skip_special_tokens=True) for x in examples]
+        assert decoded == [f"{text} bad" for text in texts]
     with pytest.raises(ConfigError, match=r"set --data\.template '' --data\.completion text --data\.add_bos true"):
         read([{"text": "The film is bad."}], CompletionsConfig(), lm, tokenizer)
     config = CompletionsConfig(template="", completion="text", add_bos=True)

@@ -106,7 +106,10 @@ CASES = {
     "llama.yaml": (
         LLAMA_FACTORY,
         {"model.lora.alpha": 8.0, "kl.target": 8.0, "ppo.micro_batch_tokens": None, "run.iterations": 63}
-        | {"prompts.role": "user", "prompts.template": "{{ [instruction, input] | select | join('\\n') }}"},
+        | {
+            "prompts.role": "user",
+            "prompts.template": "{{ [instruction, input | default('')] | select | join('\\n') }}",
+        },
     ),
     "swift.sh": (SWIFT, {"rollout.batch_size": 16, "rollout.max_new_tokens": 128, "rollout.stop_at_eos": True}),
     "verl.sh": (VERL, {"rollout.batch_size": 512, "ppo.minibatches": 4, "kl.place": "loss", "kl.estimator": "k3"}),

@@ -111,7 +111,7 @@ LLAMA_FACTORY = Project(
     },
     fixed={
         **{key: value for key, value in OLD_TRL.fixed.items() if key.startswith(("critic", "advantage"))},
-        "prompts.template": "{{ [instruction, input] | select | join('\\n') }}",
+        "prompts.template": "{{ [instruction, input | default('')] | select | join('\\n') }}",
         **{"kl.coef": 0.2, "kl.horizon": 10_000.0, "advantage.lam": 0.95, "critic.coef": 0.1, "critic.clip": 0.2},
     },
 )

@@ -131,7 +131,8 @@ def with_prompts(rows: Rows, config: RowsSettings, completion: str, name: str) -
     if missing and (column := next((x for x in ("messages", "conversations") if x in columns), None)):
         return [{**row, config.column: as_messages(row.get(column))} for row in rows]
     if missing and {"instruction", "output"} <= set(columns):
-        question = "{{ instruction }}" + "{% if input %} {{ input }}{% endif %}" * ("input" in columns) + ":"
+        follows = "{% if input is defined and input %} {{ input }}{% endif %}" * ("input" in columns)
+        question = "{{ instruction }}" + follows + ":"
         raise ConfigError(
             f"{name} has no column {config.column!r} but instruction and output: set --data.template '{question}' "
             "--data.completion output"
