@@ -244,6 +244,16 @@ def test_a_prompt_inside_chosen_and_rejected_is_taken_out(lm, tokenizer):
         pairs = [{"chosen": f"It is bad{end}", "rejected": "It is bad"}]
         apart = [{"prompt": "It is", "chosen": f" bad{end}", "rejected": " bad"}]
         assert paired(pairs, lm, tokenizer) == paired(apart, lm, tokenizer)
+    # A prompt that holds more than both begin with stays whole.
+    system = [{"role": "system", "content": "Be brief."}, *question]
+    expected = paired([{"prompt": system, "chosen": good, "rejected": bad}], lm, chat)
+    assert expected[0][0] == "system: Be brief.\nuser: How is it?\nassistant:"
+    assert paired([rows[0] | {"prompt": system}], lm, chat) == expected
+    whole_pair = {"chosen": system + good, "rejected": system + bad}
+    assert paired([whole_pair | {"prompt": question}, whole_pair | {"prompt": None}], lm, chat) == expected * 2
+    for prompt in ("Why?", system[:1]):
+        with pytest.raises(ConfigError, match="row 2 of data: its chosen and rejected begin with other messages than"):
+            paired([rows[0] | {"prompt": question}, rows[0] | {"prompt": prompt}], lm, chat)
     with pytest.raises(ConfigError, match="row 1 of data has no prompt: its chosen and rejected must be"):
         paired([{"rejected": "A bad one."}, whole], lm, chat)
     for chosen in ("A great joy.", 3, good):

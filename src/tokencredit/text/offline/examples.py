@@ -126,7 +126,12 @@ def with_prompts(rows: Rows, config: RowsSettings, completion: str, name: str) -
                     f"row {number} of {name} has no prompt: its {completion} and {rejected} must be two texts, or two "
                     "conversations, that begin alike, or name the column of prompts, --data.column"
                 )
-            apart.append({**row, **dict(zip((config.column, completion, rejected), pair, strict=True))})
+            if (prompt := whole_prompt(row.get(config.column), pair[0])) is None:
+                raise ConfigError(
+                    f"row {number} of {name}: its {completion} and {rejected} begin with other messages than its "
+                    f"{config.column}; make them begin with it, or leave only the assistant's messages in them"
+                )
+            apart.append({**row, config.column: prompt, completion: pair[1], rejected: pair[2]})
         return apart
     if missing and (column := next((x for x in ("messages", "conversations") if x in columns), None)):
         return [{**row, config.column: as_messages(row.get(column))} for row in rows]
@@ -155,6 +160,20 @@ def without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
         at -= 1
     at -= chosen[at - 1 : at] == " "  # a completion begins with its blank
     return (chosen[:at], chosen[at:], rejected[at:]) if at > 0 else None
+
+
+def whole_prompt(prompt: Any, beginning: Any) -> Any:
+    """The prompt of a pair if it ends with the beginning of its conversations, the beginning if that holds the prompt.
+
+    None if they differ. A prompt may be the text of a message, or missing.
+    """
+    if not prompt or isinstance(beginning, str):
+        return beginning
+    messages = prompt if is_conversation(prompt) else [{"content": prompt}]
+    own, begun = ([message.get("content") for message in x] for x in (messages, beginning))
+    if all(text in begun for text in own):
+        return beginning
+    return prompt if own[-len(begun) :] == begun else None
 
 
 def as_messages(conversation: Any) -> Any:
