@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 from helpers.models import SHAPE, random_lm
 from tokencredit.errors import ConfigError
-from tokencredit.settings.offline import CompletionsConfig, DPOPairsConfig, RowsSettings
+from tokencredit.settings.offline import CompletionsConfig, DPOPairsConfig, PairsConfig, RowsSettings
 from tokencredit.settings.projects.llama_factory import LLAMA_FACTORY
 from tokencredit.text.offline.examples import Encoder, examples_of, read_rows, split
 
@@ -259,6 +259,17 @@ def test_a_prompt_inside_chosen_and_rejected_is_taken_out(lm, tokenizer):
     for chosen in ("A great joy.", 3, good):
         with pytest.raises(ConfigError, match="row 2 of data has no prompt: its chosen and rejected must be"):
             paired([whole, {"chosen": chosen, "rejected": "The film is bad."}], lm, chat)
+
+
+def test_only_a_reward_model_reads_pairs_without_a_prompt(tokenizer):
+    rows = [{"prompt": "", "chosen": "Great.", "rejected": "Bad."}]
+    for data in (rows, [*rows, rows[0] | {"prompt": "It is"}]):
+        found = list(read_rows(PairsConfig(), tokenizer, "chosen", PairsConfig(), data))
+        assert [row.ids for row in found] == [ids(tokenizer, row["prompt"]) for row in data]
+    with pytest.raises(
+        ConfigError, match=r"row 1 of data is '', which has no token; write a text or set data\.add_bos"
+    ):
+        list(read_rows(DPOPairsConfig(), tokenizer, "chosen", DPOPairsConfig(), rows))
 
 
 def test_conversations_are_found_under_their_usual_names(lm, tokenizer):

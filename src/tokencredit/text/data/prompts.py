@@ -102,6 +102,7 @@ class Prompts:
         keys: str = "prompts",
         limit: int | None = None,
         seed: int | None = None,
+        empty: bool = False,
     ):
         """Validate all rows, so that no error is left for a later batch.
 
@@ -114,6 +115,7 @@ class Prompts:
             keys: group of the keys of all other settings, in messages.
             limit: another limit in tokens beside `config.max_length`.
             seed: seed of the order; None keeps the data's order.
+            empty: allow prompts without a token.
         """
         config = config or PromptsConfig()
         check_bos(tokenizer, config, keys)
@@ -121,7 +123,7 @@ class Prompts:
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
         self.max_length = min((most for most in (config.max_length, limit) if most is not None), default=None)
-        self.tokenizer, self.seed, self.keys = tokenizer, seed, keys
+        self.tokenizer, self.seed, self.keys, self.empty = tokenizer, seed, keys, empty
         self.texts = f"{group}.text"
         self.name = name or self.texts
         texts = [rows] if isinstance(rows, str) else rows
@@ -244,7 +246,7 @@ class Prompts:
         return set(self.tokenizer.get_vocab().values())
 
     def _fits(self, index: int, text: str, ids: list[int]) -> bool:
-        if not ids:
+        if not ids and not self.empty:
             raise ConfigError(
                 f"{self._label(index)} is {text!r}, which has no token; write a text or set {self.keys}.add_bos"
             )

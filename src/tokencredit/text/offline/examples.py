@@ -96,7 +96,8 @@ def read_rows(
         )
     name = found[1]
     data = with_answers(with_prompts(found[0], config, completion, name), config.column, completion, name)
-    prompts = Prompts(data, tokenizer, config.prompts(), name=name, keys="data")
+    whole = not isinstance(config, LengthSettings)  # a reward model reads prompt and completion as one text
+    prompts = Prompts(data, tokenizer, config.prompts(), name=name, keys="data", empty=whole)
     for start in range(0, len(prompts.kept), CHUNK):
         batch = prompts.batch(start, min(CHUNK, len(prompts.kept) - start))
         read = zip(batch.prompts, batch.texts, unpadded(batch.ids, batch.mask), strict=True)
