@@ -171,7 +171,9 @@ MISTAKES = {
     "must be a number": lambda trainer, batch: trainer.learn(batch, ["good"] * 3),
     "it must come from sample": lambda trainer, batch: trainer.learn(batch.completions, [0.0] * 3),
     "max_new_tokens is 9; it must be 1 to 8": lambda trainer, batch: trainer.sample(PROMPTS, max_new_tokens=9),
-    "prompts is": lambda trainer, batch: trainer.sample({"prompt": PROMPTS}),
+    "max_new_tokens is 'x'; it must be": lambda trainer, batch: trainer.sample(PROMPTS, max_new_tokens="x"),
+    "prompts is 5; it must be a list": lambda trainer, batch: trainer.sample(5),
+    "prompts is {'prompt'": lambda trainer, batch: trainer.sample({"prompt": PROMPTS}),
     "row 1 of prompts has 600 tokens": lambda trainer, batch: trainer.sample([[5] * 600]),
     "3 prompts and 1 completions": lambda trainer, batch: trainer.adopt(PROMPTS, [[5, 6]]),
     "completion 0 has 600 tokens; it must have": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5] * 600]),
@@ -183,6 +185,14 @@ MISTAKES = {
         PROMPTS[:1], [[5, 6]], [[-1.0, -math.inf]]
     ),
     "completion 0 has token ids that are no integers": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5.7, 6]]),
+    "completion 0 has token ids that are no list of numbers: new": lambda trainer, batch: trainer.adopt(
+        PROMPTS[:1], ["good"]
+    ),
+    "completion 1 has token ids that are no list of numbers: expected": lambda trainer, batch: trainer.adopt(
+        PROMPTS[:2], [[5], [[5], [6, 7]]]
+    ),
+    "token ids that are no list of numbers: 'NoneType": lambda trainer, batch: trainer.adopt(PROMPTS[:1], None),
+    "logprobs that are no list of numbers": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5, 6]], [None]),
     "2 tokens and 1 logprobs": lambda trainer, batch: trainer.adopt(PROMPTS[:1], [[5, 6]], [[-1.0]]),
     "has begun already": lambda trainer, batch: trainer.begin(),
     "train.. needs a reward": lambda trainer, batch: trainer.train(),
@@ -194,6 +204,8 @@ def test_a_mistake_is_said_and_the_loop_goes_on(tmp_path):
     trainer = by_hand(tmp_path / "run", rollout=RolloutConfig(batch_size=3, max_new_tokens=8, min_new_tokens=1))
     batch = trainer.sample(PROMPTS, max_new_tokens=4)
     assert batch.rollout.mask.sum(1).max() <= 4
+    for mixed in ((x for x in PROMPTS), [PROMPTS[0], *({"prompt": x} for x in PROMPTS[1:])]):
+        assert trainer.sample(mixed).prompts.texts == PROMPTS
     assert trainer.sample(max_new_tokens=4).rollout.mask.shape[1] <= 4, "of the run's prompts too"
     for message, call in MISTAKES.items():
         with pytest.raises(ConfigError, match=message):

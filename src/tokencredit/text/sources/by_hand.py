@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -57,6 +58,16 @@ def _close(trainer: weakref.ref[LoopByHand]) -> None:
     """Close a run whose script has ended without closing it."""
     if (left := trainer()) is not None and not left.ended:
         left.close()
+
+
+def flat_tensors(name: str, rows: Any) -> list[Tensor]:
+    """The numbers of each completion as a flat tensor; `ConfigError` for anything else."""
+    tensors: list[Tensor] = []
+    try:
+        tensors.extend(torch.as_tensor(row).flatten() for row in rows)  # keeps those before an error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"completion {len(tensors)} has {name} that are no list of numbers: {error}") from error
+    return tensors
 
 
 class LoopByHand(Trainer):
@@ -138,9 +149,10 @@ class LoopByHand(Trainer):
         """
         settings: RolloutConfig = self.loaded.rollout
         if max_new_tokens is not None:
-            if not settings.min_new_tokens <= max_new_tokens <= settings.max_new_tokens:
-                limits = f"{max(settings.min_new_tokens, 1)} to {settings.max_new_tokens}, rollout.max_new_tokens"
-                raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be {limits}")
+            allowed = range(max(settings.min_new_tokens, 1), settings.max_new_tokens + 1)
+            if not (isinstance(max_new_tokens, Integral) and max_new_tokens in allowed):
+                limits = f"{allowed[0]} to {allowed[-1]}, rollout.max_new_tokens"
+                raise ConfigError(f"max_new_tokens is {quoted(max_new_tokens)}; it must be {limits}")
             settings = replace(settings, max_new_tokens=max_new_tokens)
         with self._running():
             self.before = self.before or self._loop_state()
@@ -165,11 +177,11 @@ class LoopByHand(Trainer):
         """
         with self._running():
             rows = self._prompts(prompts, new=1)
-            ids = [torch.as_tensor(row).flatten() for row in completion_ids]
+            ids = flat_tensors("token ids", completion_ids)
             if wrong := [number for number, row in enumerate(ids) if row.is_floating_point() and len(row)]:
                 raise ConfigError(f"completion {wrong[0]} has token ids that are no integers")
             ids = [row.long() for row in ids]
-            drawn = None if logprobs is None else [torch.as_tensor(row).flatten().float() for row in logprobs]
+            drawn = None if logprobs is None else [row.float() for row in flat_tensors("logprobs", logprobs)]
             self._check_adopted(rows, ids, drawn)
             self.reported.add("completions")
             draw = partial(self._adopted, rows.to(self.pipeline.precision.device), ids, drawn)
@@ -303,14 +315,14 @@ class LoopByHand(Trainer):
         self._report_once("prompts", "prompts come from calls in Python, not from the configuration")
         if self.pipeline.player is not None:
             raise ConfigError("prompts are the environment's; call sample() without any, and adopt no completions")
-        if isinstance(prompts, Mapping) or (not isinstance(prompts, str) and len(prompts) == 0):
+        several = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
+        listed = list(prompts) if several else [prompts] if isinstance(prompts, str) else []
+        if not listed:
             raise ConfigError(
                 f"prompts is {quoted(prompts)}; it must be a list of texts, conversations, rows or lists of token ids"
             )
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not isinstance(listed[0], str | Mapping):
-            listed = [{config.column: prompt} for prompt in listed]
-        template = config.template if isinstance(listed[0], Mapping) and config.column not in listed[0] else None
+        listed = [prompt if isinstance(prompt, Mapping) else {config.column: prompt} for prompt in listed]
+        template = config.template if config.column not in listed[0] else None
         overlong = "error" if config.overlong == "drop" else config.overlong
         config = replace(config, template=template, overlong=overlong)
         batch = Prompts(listed, self.tokenizer, config, name="prompts", limit=limit).batch(0, len(listed))
