@@ -350,6 +350,12 @@ def test_completions_that_repeat_their_prompts_are_noted(repeated, noted):
     assert any(told in note for note in notes) == noted
 
 
+@pytest.mark.parametrize("config", [DPOConfig, RewardModelConfig])
+def test_equal_completions_are_noted(config):
+    rows = [{"prompt": "A film", "chosen": " was good.", "rejected": text} for text in (" was good.", " was bad.")]
+    assert "1 of 2 rows of data have the same tokens" in " ".join(OfflineTrainer(config(), train_dataset=rows).notes)
+
+
 @pytest.mark.parametrize("quantization", ["nf4", *proofs("int8", None)])
 def test_an_adapter_on_a_quantised_model_learns_in_float32(quantization, model_folders, answers, preferences, tmp_path):
     pytest.importorskip("bitsandbytes")

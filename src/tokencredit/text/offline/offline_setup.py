@@ -191,6 +191,11 @@ def load_examples(
                 f"{sum(repeats)} rows of {group} have the whole prompt at the start of {column!r} again, so the model "
                 "reads it twice; remove it there"
             )
+        if equal := sum(x.get("chosen_ids") == x.get("rejected_ids", ()) for x in examples):
+            notes.append(
+                f"{equal} of {len(examples)} rows of {group} have the same tokens in {column!r} and in the rejected "
+                "completion, and teach no preference; leave them out"
+            )
         if dropped:
             notes.append(f"{dropped} of {len(repeats)} rows of {group} are too long and are dropped")
         if rows is None:
