@@ -275,6 +275,17 @@ def test_dpo_that_goes_on_after_an_error_keeps_its_reference(preferences, tmp_pa
     assert [dict(row) for row in trainer.examples] == before
 
 
+def test_dpo_is_evaluated_before_training_and_trains_as_without(preferences, tmp_path):
+    runs = []
+    for name in ("evaluated", "plain"):
+        trainer = OfflineTrainer(DPOConfig.from_dict(settings(tmp_path / name)), preferences, preferences[:3])
+        if name == "evaluated":
+            assert trainer.evaluate()["loss"] == pytest.approx(math.log(2))
+        trainer.train()
+        runs.append(without_times(read_metrics(tmp_path / name)))
+    assert runs[0] == runs[1]
+
+
 def test_a_reward_model_is_not_begun_with_random_layers(data, tmp_path, tokenizer, capsys):
     from safetensors.torch import save_file
 
@@ -307,6 +318,8 @@ def test_held_out_rows_come_from_one_place(answers, tmp_path, capsys, data):
     config = SFTConfig.from_dict(settings(tmp_path / "run", **{"eval.every": 2}))
     with pytest.raises(ConfigError, match=r"eval\.every is 2, and no rows are held out"):
         OfflineTrainer(config, train_dataset=answers)
+    with pytest.raises(ConfigError, match=r"no rows are held out; set data\.held_out or eval\.dataset"):
+        OfflineTrainer(SFTConfig(), train_dataset=answers).evaluate()
     OfflineTrainer(config, train_dataset=answers, eval_dataset=answers[:3]).train()
     rows = read_metrics(tmp_path / "run")
     assert ["eval/perplexity" in row for row in rows] == [False, True, False, True]

@@ -188,7 +188,11 @@ class OfflineTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and metrics on the held-out rows, all of them in each process."""
+        """Loss and metrics on the held-out rows, all of them in each process; `ConfigError` without such rows."""
+        if not self.held_out:
+            raise ConfigError("no rows are held out; set data.held_out or eval.dataset, or give eval_dataset")
+        if isinstance(self.args, DPOConfig) and not self.drawn:  # as `train` does, before weights are trained
+            self._add_reference(self.held_out)
         rows, micro = self.held_out, self.args.data.micro_batch or self.args.data.batch_size
         total, parts = 0.0, []
         with lack_of_memory(ADVICE):
