@@ -31,7 +31,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.fields import refuse_unused, settings_of
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.reader import grouped
-from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, refuse_python
+from tokencredit.settings.run_kind import CONTROL, RUN_KINDS, refuse_by_command, refuse_python
 from tokencredit.settings.text import PPOConfig
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ def train_run(kind: type[Config], options: Options) -> None:
             "run.dir"
         )
     refuse_objects(config, options)
-    refuse_unused(config, rows=())
-    if isinstance(config, OfflineSettings) and config.data.dataset is None:
-        raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
+    refuse_by_command(config)
     with training(config, resume=resume) as (config, resume):
         if isinstance(config, ControlConfig):
             from tokencredit.control.control_trainer import ControlTrainer

@@ -14,7 +14,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import Part, location
 from tokencredit.settings.control import ControlConfig, EnvConfig
 from tokencredit.settings.data import PACKAGED, FunctionTerm
-from tokencredit.settings.fields import settings_of
+from tokencredit.settings.fields import refuse_unused, settings_of
 from tokencredit.settings.model import CriticConfig, ModelConfig, ShardingConfig
 from tokencredit.settings.offline import DPOConfig, OfflineSettings, RewardModelConfig, SFTConfig
 from tokencredit.settings.parts import PYTHON, is_own, name_of, with_kwargs
@@ -220,6 +220,17 @@ def refuse_python(
             f"a part of this run was given as an object of Python, which no configuration holds ({listed}); {script}"
             f"give it in Python: args = {kind}.from_yaml({file!r}); {keys}{call}{by_file}"
         )
+
+
+def refuse_by_command(config: PPOConfig | ControlConfig | OfflineSettings) -> None:
+    """Raise `ConfigError` for a configuration that no command can train.
+
+    It names parts from Python, has a setting without an effect where no rows come from Python, or no data set to learn.
+    """
+    refuse_python(config, "FILE")
+    refuse_unused(config, rows=())
+    if isinstance(config, OfflineSettings) and config.data.dataset is None:
+        raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")
 
 
 def _flag(key: str, part: Part | None) -> str | None:

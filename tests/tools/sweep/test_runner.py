@@ -16,6 +16,7 @@ from helpers.files import count_lines, read_metrics, without_times
 from helpers.proofs import proofs
 from tokencredit.cli import main
 from tokencredit.tools.sweep.launch import share, start, trouble
+from tokencredit.tools.sweep.runner import table
 from tokencredit.tools.sweep.sweep_file import read_sweep
 
 TINY = {"steps": 16, "eval.episodes": 0, "run": {"iterations": 3, "save_every": 1, "trackers": []}}
@@ -209,3 +210,14 @@ def test_why_a_run_failed_is_its_exit_code_and_its_last_line(tmp_path):
     assert trouble(run, -9) == "killed by SIGKILL: the disk is full"
     run.log.write_text("")
     assert trouble(run, 0) == "exit code 0: no output"
+
+
+def test_means_of_the_table_are_over_the_seeds_that_have_both_ends(tmp_path):
+    runs = read_sweep(sweep_file(tmp_path, seeds=[1, 2, 3]))
+    for run, last in zip(runs, (20.0, None, 40.0), strict=True):
+        run.folder.mkdir(parents=True)
+        ends = {"average_return_first": last and 10.0, "average_return_last": last}
+        summary = ends | {"iterations": 3, "stopped_by": "iterations", "seconds": 2.0}
+        (run.folder / "summary.json").write_text(json.dumps(summary))
+    status = table(runs, ())
+    assert [list(column.cells) for column in status.columns[1:3]] == [["3 of 3"], ["10 → 30 (of 2)"]]

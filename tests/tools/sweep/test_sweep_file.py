@@ -16,6 +16,7 @@ from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.run_parts import part_of
 from tokencredit.tools.sweep import sweep_file as sweep
+from tokencredit.tools.sweep.launch import start
 from tokencredit.tools.sweep.sweep_file import (
     combinations,
     expand,
@@ -140,6 +141,8 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
         ({"variants": {"b": {"run": {"dir": "x"}}}}, "variant b: run.dir is set by the sweep; use its key dir"),
         ({"variants": {"b": {"optim.lr": 1, "optim": {"lr": 2}}}}, "variant b: optim.lr is given twice"),
         ({"variants": {"b": {"advantage.estimator": "group_relative"}}}, "variant b: .*; it must be one of gae, td"),
+        ({"variants": {"b": {"python": {"callbacks": ["f"]}}}}, "variant b: a part of this run was given as an object"),
+        ({"kind": "sft", "base": {}}, "variant plain: data.dataset is missing; give a .jsonl"),
     ],
 )
 def test_mistakes_are_named(keys, message):
@@ -227,6 +230,7 @@ def begun(tmp_path, summary=None, **run):
         (None, "to resume"),
         ({"iterations": 3, "stopped_by": "iterations"}, "finished"),
         ({"iterations": 2, "stopped_by": "stop.reward"}, "finished"),
+        ({"iterations": 2, "stopped_by": "iterations"}, "finished"),  # with fewer iterations than the sweep now has
         ({"iterations": 2, "stopped_by": "interrupt"}, "to resume"),
         ({"iterations": 2, "stopped_by": "an error"}, "to resume"),
         ({"iterations": 0, "stopped_by": "an error"}, "to begin"),
@@ -262,6 +266,18 @@ def test_a_run_that_was_begun_with_other_settings_is_named(tmp_path):
     refuse_changed([run])
     run.config.optim.lr = 0.5
     with pytest.raises(ConfigError, match=r"plain/seed-1 in .* was begun with other settings: optim.lr is 0.5 and was"):
+        refuse_changed([run])
+
+
+def test_a_run_that_ended_is_never_begun_anew(tmp_path):
+    """Without checkpoints, and with fewer iterations than the sweep now has."""
+    run = begun(tmp_path, {"iterations": 3, "stopped_by": "iterations"}, save_every=0)
+    run.config.run.iterations = 4
+    assert start(run, {}) is None
+    assert (run.folder / "summary.json").is_file()
+    with pytest.raises(
+        ConfigError, match=r"other settings: run\.iterations is 4 and was 3; give the sweep another dir"
+    ):
         refuse_changed([run])
 
 

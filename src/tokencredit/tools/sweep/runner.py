@@ -186,7 +186,7 @@ def outcome(run: SweepRun) -> str:
 
 
 def table(runs: Sequence[SweepRun], failures: Collection[SweepRun]) -> Table:
-    """Status table: one row per variant, with means over its seeds and the failed runs."""
+    """Status table: one row per variant, with means over its seeds, those with numbers, and the failed runs."""
     name = runs[0].run_kind.outcome
     status = Table()
     for title in ("variant", "seeds done", f"{name.replace('_', ' ')}, first → last", "time per run", "failed"):
@@ -194,9 +194,12 @@ def table(runs: Sequence[SweepRun], failures: Collection[SweepRun]) -> Table:
     for variant in dict.fromkeys(run.variant for run in runs):
         mine = [run for run in runs if run.variant == variant]
         summaries = [run.summary() for run in mine if run.state() == "finished"]
-        first, last, seconds = (mean(x[key] for x in summaries) for key in (f"{name}_first", f"{name}_last", "seconds"))
+        known = [x for x in summaries if None not in (x[f"{name}_first"], x[f"{name}_last"])]
+        first, last = (mean(x[f"{name}_{end}"] for x in known) for end in ("first", "last"))
+        seconds = mean(x["seconds"] for x in summaries)
         failed = ", ".join(f"seed {run.seed}" for run in mine if run in failures)
         figures = f"{figure(first)} → {figure(last)}" if summaries else ""
+        figures += f" (of {len(known)})" * (len(known) < len(summaries))
         time = "" if seconds is None else duration(seconds)
         status.add_row(variant, f"{len(summaries)} of {len(mine)}", figures, time, failed)
     return status

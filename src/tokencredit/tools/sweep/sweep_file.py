@@ -16,11 +16,17 @@ from tokencredit.runs.folder import read_parts, saved
 from tokencredit.runs.jsonl import read_object
 from tokencredit.runs.resuming import changes
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import refuse_unused
 from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import grouped, read_yaml
-from tokencredit.settings.run_kind import RUN_KINDS, RunKind, foreign_code, other_run_kind, refuse_foreign_code
+from tokencredit.settings.run_kind import (
+    RUN_KINDS,
+    RunKind,
+    foreign_code,
+    other_run_kind,
+    refuse_by_command,
+    refuse_foreign_code,
+)
 from tokencredit.settings.text import PPOConfig
 
 KEYS = ("kind", "base", "grid", "variants", "seeds", "dir")
@@ -76,8 +82,9 @@ class SweepRun:
         if isinstance(self.config, OfflineSettings) and (epochs := self.config.data.epochs):
             data, rows = self.config.data, read_parts(self.folder).get("data.dataset", {}).get("rows", 0)
             asked = epochs * (rows - data.held_out_of(rows)) - 1e-9
-            done = stopped_by == "iterations" or 0 < asked <= count * data.batch_size
-        if done or stopped_by.startswith("stop."):  # a rule under `stop` ended it
+            done = 0 < asked <= count * data.batch_size
+        # One that ended by itself is kept, also if the sweep now asks for more, which `refuse_changed` names.
+        if done or stopped_by == "iterations" or stopped_by.startswith("stop."):
             return "to begin" if stopped_by == TooManyBadSteps.stopped_by else "finished"
         begun = (self.folder / "config.yaml").is_file() and summary.get("iterations") != 0
         if begun and (self.config.run.save_every or saved(self.folder)):
@@ -133,7 +140,7 @@ def expand(sweep: Mapping[str, Any], no_code: bool = False) -> list[SweepRun]:
                 raise ConfigError("run.dir is set by the sweep; use its key dir instead")
             config: Any = run_kind.config.from_dict(settings)
             refuse_foreign_code(config, no_code)
-            refuse_unused(config, rows=())  # a command has no rows from Python
+            refuse_by_command(config)
         except ConfigError as error:
             raise ConfigError(f"variant {name}: {error}") from error
         for seed in seeds:
