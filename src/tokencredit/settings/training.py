@@ -240,6 +240,11 @@ class KLConfig(Group):
     error_clip: float = setting(0.2, needs="target", above=0)
     """Clip of the relative error, KL / target − 1, in the adaptation; a wider one adapts faster far from the target."""
 
+    @property
+    def passes(self) -> int:
+        """Forward passes per iteration outside of updates: the reference's, and one of the policy for `both`."""
+        return (self.coef > 0) * (1 + (self.place == "both"))
+
 
 @dataclass
 class OptimConfig(Group):

@@ -175,7 +175,7 @@ def reference_outputs(
         if full:
             results["ref_hidden"] = hidden
         if args.place == "both":
-            kl = policy(inputs | {"ref_hidden": hidden}, temperature=temperature, reference=reference).stats.kl
+            kl = policy(inputs | {"ref_hidden": hidden}, temperature, reference=reference, values=False).stats.kl
             assert kl is not None
             results["kl"] = kl
         return results

@@ -25,7 +25,7 @@ from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.rollout import unpadded
 from tokencredit.text.data.tasks import Tasks
 from tokencredit.text.models.critic import check_tokenizer
-from tokencredit.text.models.model_loading import load_tokenizer
+from tokencredit.text.models.model_loading import load_tokenizer, max_prompt_length
 from tokencredit.text.rewards.calls import Term
 from tokencredit.text.rewards.terms import score
 from tokencredit.text.rewards.texts import last_message
@@ -184,7 +184,9 @@ def check_memory(known: Known) -> Lines:
         return
     longest = None
     if known.train_dataset is not None or not isinstance(known.rows, Prompts):
-        longest = known.config.prompts.max_length or 128
+        new, budget = known.config.rollout.max_new_tokens, known.config.ppo.micro_batch_tokens
+        limits = known.config.prompts.max_length or 128, max_prompt_length(known.lm, new, budget)
+        longest = min(limit for limit in limits if limit is not None)
         yield "warning", f"planned with prompts of {longest} tokens; tokencredit plan --prompt_tokens takes others"
     plan = make_plan(known.config, time=False, prompt_tokens=longest)
     free = "" if plan.memory is None else f" of {gigabytes(plan.memory)}"

@@ -57,6 +57,7 @@ def test_the_table_says_how_much_when_and_where(capsys, tmp_path):
     ("arguments", "message"),
     [
         (["--tokens", "30"], "--tokens is 30; it must be at most rollout.max_new_tokens, 24"),
+        (["--prompt_tokens", "105"], "--prompt_tokens is 105; it must be at most 104, the model's context, or"),
         (["--processes", "0"], "--processes is 0"),
         (["--env.factory", "builtin:grid"], "give --prompt_tokens"),
         (["--model.name", "./nowhere"], "nowhere"),
@@ -135,7 +136,10 @@ def test_disk_holds_checkpoints_and_policies(plan):
     def disk(settings):
         return replace(plan, work=work_of(settings)).disk
 
-    assert disk({"run.keep_last": 3})["checkpoints"] == 3 * 12 * plan.sizes.trained
+    one = 12 * plan.sizes.trained
+    assert disk({"run.keep_last": 3})["checkpoints"] == one, "the last iteration's"
+    assert disk({"run.keep_last": 2, "run.save_every": 1})["checkpoints"] == 2 * one
+    assert disk({"run.keep_last": 9, "eval.every": 1})["checkpoints"] == 3 * one, "each may be the best"
     assert plan.disk["policy"] == plan.sizes.parts["kept"]["weights"] + plan.sizes.parts["kept"]["critic"]
     assert disk({"run.save_every": 0})["checkpoints"] == 0
     assert "best" in disk({"eval.every": 1})

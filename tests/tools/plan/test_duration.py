@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from tokencredit import PPOConfig
+from tokencredit.text.data.prefixes import policy_passes
+from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.tools.plan import duration
 from tokencredit.tools.plan.duration import exchanged_bytes, stage_seconds
 from tokencredit.tools.plan.memory import Sizes
+from tokencredit.tools.plan.passes import SkeletonPasses
 from tokencredit.tools.plan.work import plan_work
 
 TIMINGS = {"step": 0.2, "scoring": 2.0, "reference": 3.0, "training": 5.0, "optimizer": 0.5}
@@ -52,6 +55,21 @@ def test_bytes_that_processes_exchange():
     sharded = work_of({"run.shard": "full"}, processes=2)
     # Six passes with gradients; the reference and the rollout gather the policy once.
     assert exchanged_bytes(sharded, sizes) == 2 * 5 * (1.5 * 6 + 0.5 * 2)
+    both = work_of({"run.shard": "full", "kl.place": "both", "kl.estimator": "full"}, processes=2)
+    assert exchanged_bytes(both, sizes) == 2 * 5 * (1.5 * 6 + 0.5 * 3)
+
+
+def test_a_kl_in_both_places_takes_a_pass_of_the_policy_beside_the_references(monkeypatch):
+    passes = []
+    monkeypatch.setattr(ActorCritic, "forward", lambda *_, **__: passes.append("policy"))
+    monkeypatch.setattr(ActorCritic, "logprobs", lambda *_: (passes.append("reference"), torch.zeros(2, 11, 1)))
+    for place, made in {"loss": ["reference"], "both": ["reference", "policy"]}.items():
+        work = work_of({"kl.place": place, "kl.estimator": "full"})
+        skeletons = SkeletonPasses(work, torch.device("cpu"))
+        skeletons.refer(skeletons.inputs(2, work.mean))
+        assert passes == made
+        assert policy_passes(work.config) == 1 + len(made) + 3 * 3
+        passes.clear()
 
 
 @pytest.mark.slow

@@ -33,8 +33,7 @@ from tokencredit.user_code.parts import read_by_parts
 FIT_FILE = "prefix_fit.json"
 """File of the fit in a critic's folder."""
 SHARE = 0.25
-"""What scoring prefixes may cost, as a share of the policy's passes: a sampling step, the reference's, and three per
-epoch."""
+"""What scoring prefixes may cost, as a share of `policy_passes`."""
 SHOWN = 64
 """Prompts whose mean length stands for all."""
 FOLDS = 8
@@ -162,8 +161,8 @@ class Reading(NamedTuple):
 
 
 def policy_passes(args: PPOConfig) -> int:
-    """Passes of the policy per iteration, in forward passes: sampling, the reference's, if any, and three per epoch."""
-    return 1 + (args.kl.coef > 0) + 3 * args.ppo.epochs
+    """Passes of the policy per iteration, in forward passes: sampling, those of the KL, and three per epoch."""
+    return 1 + args.kl.passes + 3 * args.ppo.epochs
 
 
 def work(model: PreTrainedModel) -> int:

@@ -78,12 +78,12 @@ def timed(work: Work, device: torch.device, rows: int) -> dict[str, float]:
         passes.optimizer.step()
 
     calls: dict[str, Callable[[], None]] = {
-        "scoring": partial(passes.score, passes.policy, inputs),
+        "scoring": partial(passes.score, inputs),
         "training": partial(passes.train, inputs),
         "optimizer": optimize,
     }
     if config.kl.coef > 0:
-        calls["reference"] = partial(passes.score, passes.reference or passes.policy, inputs)
+        calls["reference"] = partial(passes.refer, inputs)
     if config.critic.kind == "separate" or config.critic.epochs:
         calls["critic"] = partial(passes.value, inputs)
     seconds = {name: timer(call).blocked_autorange(min_run_time=SECONDS).median for name, call in calls.items()}
@@ -108,7 +108,7 @@ def exchanged_bytes(work: Work, sizes: Sizes) -> float:
     if not work.sharded:
         return 4.0 * sizes.trained * minibatches
     updates = minibatches * -(-work.minibatch_rows // work.micro_rows(work.minibatch_rows, batch))
-    read = (1 if config.sharding.sampling == "gathered" else batch.new) + work.full_passes + (config.kl.coef > 0)
+    read = (1 if config.sharding.sampling == "gathered" else batch.new) + work.full_passes + config.kl.passes
     kept = sizes.parts["kept"]
     models = work.processes * (kept["weights"] + kept["critic"])
     return models * (1.5 * updates + 0.5 * read)

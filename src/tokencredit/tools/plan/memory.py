@@ -196,7 +196,7 @@ def scoring_parts(live: LiveMemory, passes: SkeletonPasses) -> dict[str, float]:
     work = passes.work
     live.reset()
     inputs = passes.inputs(work.micro_rows(work.batch.rows, work.batch), work.batch)
-    passes.score(passes.policy, inputs)
+    passes.score(inputs)
     if passes.policy.critic is not None:
         passes.value(inputs)
     return {"activations": live.resident} | beside_passes(passes)

@@ -230,10 +230,19 @@ class SkeletonPasses:
             "mask": torch.ones(rows, batch.new, dtype=torch.bool, device=device),
         }
 
-    def score(self, model: ActorCritic, inputs: Inputs) -> None:
-        """Log-probs of a model, without gradients."""
+    def score(self, inputs: Inputs) -> None:
+        """Log-probs of the policy, without gradients."""
         with self.precision.no_grad():
-            model.logprobs(inputs, self.work.config.rollout.temperature)
+            self.policy.logprobs(inputs, self.work.config.rollout.temperature)
+
+    def refer(self, inputs: Inputs) -> None:
+        """Log-probs of the reference model and, for `kl.place: both`, the policy's exact KL to it."""
+        config, reference = self.work.config, self.reference or self.policy
+        with self.precision.no_grad():
+            _, hidden = reference.logprobs(inputs, config.rollout.temperature)
+            if config.kl.place == "both":
+                inputs = inputs | {"ref_hidden": hidden}
+                self.policy(inputs, config.rollout.temperature, reference=reference, values=False)
 
     def value(self, inputs: Inputs) -> None:
         """Values of the critic, without gradients."""

@@ -79,7 +79,8 @@ class Plan:
     def disk(self) -> dict[str, float]:
         """Sizes of what the run's folder will hold: checkpoints, the models, and every completion if all are kept."""
         run, best = self.work.config.run, self.work.config.eval.every > 0
-        checkpoints = run.keep_last + best if run.save_every else 0
+        written = run.iterations if best else -(-run.iterations // (run.save_every or 1))
+        checkpoints = min(run.keep_last + best, written) if run.save_every else 0
         sizes = {"checkpoints": checkpoints * self.sizes.checkpoint, "policy": self.sizes.saved}
         sizes |= {"samples": SAMPLE_BYTES * self.work.sampled} if run.samples == "all" else {}
         return sizes | ({"best": self.sizes.saved} if best else {})

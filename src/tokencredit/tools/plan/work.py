@@ -126,7 +126,11 @@ def plan_work(
             half, reason = choose_for_device(torch.device(device))
         dtype = "bfloat16" if half else "float32"
         assumptions.append(f"model.dtype auto: {dtype}, {reason}")
-    lengths = [prompt_tokens] if prompt_tokens is not None else prompt_lengths(config, lm_config)
+    limit = max_prompt_length(cast(Any, SimpleNamespace(config=lm_config)), longest, config.ppo.micro_batch_tokens)
+    if prompt_tokens is not None and limit is not None and prompt_tokens > limit:
+        reason = "the model's context, or ppo.micro_batch_tokens, less rollout.max_new_tokens"
+        raise ConfigError(f"--prompt_tokens is {prompt_tokens}; it must be at most {limit}, {reason}")
+    lengths = [prompt_tokens] if prompt_tokens is not None else prompt_lengths(config, limit)
     rows, mean = -(-config.rollout.batch_size // processes), round(sum(lengths) / len(lengths))
     return Work(
         lm_config,
@@ -151,12 +155,10 @@ def base_config(args: ModelConfig, name: str | None = None) -> Any:
             return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code)
 
 
-def prompt_lengths(config: PPOConfig, lm_config: Any) -> list[int]:
-    """Tokens of the run's first prompts."""
+def prompt_lengths(config: PPOConfig, limit: int | None) -> list[int]:
+    """Tokens of the run's first prompts, of which none may have more than `limit`."""
     if config.several_turns():
         raise ConfigError("the environment makes the prompts, whose length is unknown before; give --prompt_tokens")
-    lm = cast(Any, SimpleNamespace(config=lm_config))
-    limit = max_prompt_length(lm, config.rollout.max_new_tokens, config.ppo.micro_batch_tokens)
     prompts = load_prompts(config.prompts, load_tokenizer(config.model), seed=config.seed, limit=limit)
     mask = prompts.batch(0, min(len(prompts.kept), SURVEYED)).mask
     return [int(length) for length in mask.sum(1).tolist()]
