@@ -90,6 +90,12 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "critic.trunk_lr",
         "with critic.detach",
     ),
+    (
+        "text",
+        {"critic.trunk_lr": 0.1, "critic.kind": "separate", "critic.coef": 0},
+        "critic.trunk_lr",
+        "without critic.coef or critic.epochs",
+    ),
     ("text", {"critic.name": "reward-model"}, "critic.name", "without critic.kind: separate"),
     ("text", {"critic.head": "linear", "critic.activation": "relu"}, "critic.activation", "without critic.head: mlp"),
     *[
@@ -480,7 +486,7 @@ def test_a_setting_with_some_effect_passes(run_kind, settings):
 @pytest.mark.parametrize("settings", [{key: value} for key, value in FROM_PYTHON.items()], ids=list(FROM_PYTHON))
 def test_a_column_needs_rows(settings, capsys):
     group = next(iter(flat(settings))).rpartition(".")[0]
-    refused_by_commands(settings, f"{group}.dataset or train_dataset or eval_dataset", capsys)
+    refused_by_commands(settings, f"{group}.dataset or eval.dataset or train_dataset or eval_dataset", capsys)
 
 
 @pytest.mark.parametrize("settings", [{key: value} for key, value in OF_TURNS.items()], ids=list(OF_TURNS))

@@ -3,17 +3,20 @@
 import json
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
+from transformers import GPT2Config
 
 import tokencredit as tc
 from helpers.configs import text_config
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import RewardTerm
+from tokencredit.settings.data import TEXTS, RewardTerm
+from tokencredit.settings.fields import refuse_unused
 from tokencredit.text.models.run_models import load_start
-from tokencredit.text.ppo_setup import check_batch_size, source
+from tokencredit.text.ppo_setup import check_batch_size, environments_of, prepare_rows, source
 from tokencredit.text.rewards.texts import last_message
 
 ROWS = [{"prompt": "A film"}]
@@ -127,6 +130,34 @@ def test_settings_of_columns_are_read_beside_rows_from_python():
     args = config({"prompts.column": "question"})
     with pytest.raises(ConfigError, match="nowhere"):  # further than the arguments
         tc.PPOTrainer(reward_funcs=Reward(), args=args, train_dataset=[{"question": "A film"}])
+
+
+@pytest.mark.parametrize("factory", [None, "builtin:grid"])
+@pytest.mark.parametrize("text", ["A film", None])
+def test_held_out_data_may_have_another_column_than_prompt(text, factory, tokenizer, tmp_path):
+    file = tmp_path / "held_out.jsonl"
+    file.write_text('{"question": "Was it good?"}\n')
+    settings = {"prompts.text": text, "prompts.column": "question", "eval.dataset": str(file), "env.factory": factory}
+    args = tc.PPOConfig.from_dict(settings)
+    refuse_unused(args, rows=())
+    lm = SimpleNamespace(config=GPT2Config())
+    rows, held_out = prepare_rows(args, lm, tokenizer, environments_of(args), None, None)
+    if factory is None:
+        assert (rows.batch(0, 1).texts, held_out.batch(0, 1).texts) == ([text or TEXTS[0]], ["Was it good?"])
+    else:
+        assert (rows.batch(0, 1).rows, held_out.batch(0, 1).rows) == (
+            [{"prompt": text}] if text else [{}],
+            [{"prompt": "Was it good?"}],
+        )
+
+
+def test_an_order_of_no_rows_is_refused(tokenizer):
+    args = tc.PPOConfig.from_dict({"env.factory": "builtin:grid", "prompts.shuffle": True})
+    lm = SimpleNamespace(config=GPT2Config())
+    with pytest.raises(
+        ConfigError, match=r"^prompts\.shuffle is true, and there are no rows to shuffle; leave it out$"
+    ):
+        prepare_rows(args, lm, tokenizer, environments_of(args), None, None)
 
 
 def test_a_column_that_the_prompts_lack_is_refused_before_the_folder_is_made(tmp_path):

@@ -27,9 +27,9 @@ class PromptsConfig(Group):
     """Dataset of prompts: a .jsonl, .json, .csv or .parquet file, a folder from Dataset.save_to_disk, or a hub id."""
     split: str = setting("train", needs="dataset")
     """Split of the dataset."""
-    column: str = setting("prompt", needs="dataset or train_dataset or eval_dataset")
+    column: str = setting("prompt", needs="dataset or eval.dataset or train_dataset or eval_dataset")
     """Column of prompts: texts or conversations. All other columns are passed to the reward."""
-    template: str | None = setting(None, needs="dataset or train_dataset or eval_dataset")
+    template: str | None = setting(None, needs="dataset or eval.dataset or train_dataset or eval_dataset")
     """Jinja template that makes the prompt from the columns of a row, such as `Question: {{ instruction }}`; null takes
     the prompt from `column`."""
     role: Literal["user"] | None = None

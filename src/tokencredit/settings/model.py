@@ -127,7 +127,7 @@ class CriticConfig(CriticTraining):
     trunk's."""
     activation: Literal["gelu", "relu"] = setting("gelu", needs=(EXISTS, "head: mlp"))
     """Activation between the two layers of an mlp head."""
-    trunk_lr: float | None = setting(None, needs=("kind: separate", "not detach"), above=0)
+    trunk_lr: float | None = setting(None, needs=("kind: separate", "coef or epochs", "not detach"), above=0)
     """Learning rate of a separate critic's trunk; null for optim.lr."""
     init: Literal["saved", "zeros", "orthogonal", "default"] = setting("saved", needs=EXISTS)
     """Initialization of the value head. saved: the head of a run's critic (`critic.name`, or with `model.name` the

@@ -372,3 +372,7 @@ def test_a_role_makes_each_plain_text_a_message_and_needs_a_chat_template(tmp_pa
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"prompts\.role is user, but the tokenizer has no chat template"):
         Prompts(["a"], tokenizer, config)
+    with pytest.raises(
+        ConfigError, match=r"data\.chat_template_kwargs is {'x': 1}, but the tokenizer has no chat templ"
+    ):
+        Prompts(["a"], tokenizer, PromptsConfig(chat_template_kwargs={"x": 1}), keys="data")

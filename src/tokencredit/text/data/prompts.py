@@ -118,7 +118,7 @@ class Prompts:
             empty: allow prompts without a token.
         """
         config = config or PromptsConfig()
-        check_bos(tokenizer, config, keys)
+        check_prompt_settings(tokenizer, config, keys)
         self.role = config.role
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
@@ -194,8 +194,6 @@ class Prompts:
         conversational = self.role is not None or (isinstance(first, list) and as_ids(first) is None)
         if self.role and isinstance(first, list):
             raise ConfigError(f"{self.keys}.role is {self.role}, and {self.name} holds no texts; leave it out")
-        if self.role and self.tokenizer.chat_template is None:
-            raise ConfigError(f"{self.keys}.role is {self.role}, but the tokenizer has no chat template; leave it out")
         if is_conversation(first) and self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the prompts of {self.name} are conversations, but the tokenizer has no chat template; "
@@ -340,10 +338,13 @@ def as_ids(prompt: Any) -> Ids | None:
     return tuple(listed) if isinstance(listed, list) and listed and all(type(x) is int for x in listed) else None
 
 
-def check_bos(tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, keys: str = "prompts") -> None:
-    """Raise `ConfigError` if `add_bos` demands a token that the tokenizer lacks."""
+def check_prompt_settings(tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, keys: str = "prompts") -> None:
+    """Raise `ConfigError` for a setting that needs a token or a chat template which the tokenizer lacks."""
     if config.add_bos and tokenizer.bos_token_id is None:
         raise ConfigError(f"{keys}.add_bos is true, but the tokenizer has no beginning-of-sequence token")
+    for name, value in (("role", config.role), ("chat_template_kwargs", config.chat_template_kwargs)):
+        if value and tokenizer.chat_template is None:
+            raise ConfigError(f"{keys}.{name} is {value}, but the tokenizer has no chat template; leave it out")
 
 
 def load_prompts(

@@ -45,7 +45,7 @@ class Tasks:
         self.kept = range(1 if rows is None else len(rows))
         """Indices of the rows in use: all of them."""
         columns = [] if rows is None else column_names(rows)
-        if column != "prompt" and (column not in columns or "prompt" in columns):
+        if rows is not None and column != "prompt" and (column not in columns or "prompt" in columns):
             wrong = "has another column 'prompt'" if column in columns else f"has only {', '.join(columns)}"
             raise ConfigError(f"the column of prompts is {column!r}, and {name} {wrong}; name one column of prompts")
         self.other_columns = [name for name in columns if name != column]
@@ -89,6 +89,8 @@ def load_tasks(
     source = rows_of(config, dataset, dataset_name, group)
     rows, name = source or (None, f"{group}.text")
     if source is None and config.text is not None:
-        rows = [{"prompt": text} for text in ([config.text] if isinstance(config.text, str) else config.text)]
+        rows = [{config.column: x} for x in ([config.text] if isinstance(config.text, str) else config.text)]
+    if rows is None and config.shuffle:
+        raise ConfigError("prompts.shuffle is true, and there are no rows to shuffle; leave it out")
     shuffle = source is not None if config.shuffle is None else config.shuffle
     return Tasks(rows, name=name, seed=seed, stream=stream, shuffle=shuffle, column=config.column)

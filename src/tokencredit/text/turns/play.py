@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from tokencredit.errors import RunStopped
 from tokencredit.settings.data import EnvironmentConfig, PromptsConfig
 from tokencredit.settings.rollout import SamplingConfig
-from tokencredit.text.data.prompts import Prompt, PromptBatch, check_bos
+from tokencredit.text.data.prompts import Prompt, PromptBatch, check_prompt_settings
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.data.tasks import TaskBatch
 from tokencredit.text.engines.engine import Conversation, Engine
@@ -52,7 +52,7 @@ class Framings:
         self, tokenizer: PreTrainedTokenizerBase, environments: Environments, config: PromptsConfig, ends: Sequence[int]
     ):
         """Check the tokenizer's chat template now if there are tools, and else with the first conversation."""
-        check_bos(tokenizer, config)
+        check_prompt_settings(tokenizer, config)
         self.text = TextFraming(tokenizer, config)
         self._build_chat = partial(ChatFraming, tokenizer, config, uses_tools=bool(environments.tools), end_ids=ends)
         self._chat = self._build_chat() if environments.tools else None

@@ -13,7 +13,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import PromptsConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.text.data.detokenizer import shared_start
-from tokencredit.text.data.prompts import check_bos
+from tokencredit.text.data.prompts import check_prompt_settings
 from tokencredit.text.models.model_loading import load_tokenizer, resolve
 from tokencredit.text.turns.chat.chat_template import USER, ChatTemplate, Rejected, look_up
 from tokencredit.text.turns.chat.framing import ChatFraming
@@ -56,7 +56,7 @@ def check_template(
     Raises:
         ConfigError: there is no chat template, or it takes observations neither as user messages nor from tools.
     """
-    check_bos(tokenizer, config)
+    check_prompt_settings(tokenizer, config)
     lines: list[str] = []
     refused: list[ConfigError] = []
     outcomes: list[Outcome] = []
