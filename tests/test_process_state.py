@@ -19,7 +19,7 @@ from tokencredit.settings.control import (
     EnvConfig,
     EpisodesConfig,
 )
-from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.model import LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import RunConfig, UpdateConfig
@@ -44,7 +44,7 @@ def state():
 def text(folder):
     return PPOTrainer(
         args=PPOConfig(
-            model=ModelConfig(dtype="bfloat16", dropout=True),
+            model=ModelConfig(dtype="bfloat16", lora=LoraConfig(rank=2, dropout=0.5)),
             rollout=RolloutConfig(batch_size=4, max_new_tokens=4),
             ppo=UpdateConfig(epochs=1, minibatches=1),
             run=quiet(folder),

@@ -261,8 +261,8 @@ def test_with_an_adapter_the_reference_is_the_model_without_it(tmp_path):
     assert (tmp_path / "run" / "policy" / "adapter_config.json").is_file()
 
 
-def test_a_run_with_checkpointing_and_dropout_trains(tmp_path):
-    model = ModelConfig(gradient_checkpointing=True, dropout=True)
+def test_a_run_with_checkpointing_and_dropout_trains(model_folders, tmp_path):
+    model = ModelConfig(name=str(model_folders["gpt2"]), gradient_checkpointing=True, dropout=True)
     assert PPOTrainer(args=small(tmp_path / "run", model=model)).train()["iterations"] == 2
 
 

@@ -24,6 +24,11 @@ def training_modules(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys([*checkpointing_modules(model), *noisy]))
 
 
+def has_dropout(model: nn.Module) -> bool:
+    """True if training mode of the whole model drops activations."""
+    return any(True for module in model.modules() for _ in _rates(module, DROPOUT))
+
+
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
     """Layers with gradient checkpointing, which is active only in training mode."""
     # A model that contains such layers carries the same attribute; keep the innermost modules.

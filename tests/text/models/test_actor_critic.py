@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tokencredit.settings.model import CriticConfig, ModelConfig
+from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.models import actor_critic
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.architecture import trunk_of, width
@@ -176,9 +176,17 @@ def test_dropout_is_off_even_in_training_mode(loaded):
 
 def test_dropout_is_on_when_asked_for(model_folders):
     args = ModelConfig(name=str(model_folders["gpt2"]), dropout=True)
-    model = build_policy(*load_language_model(args), args, CriticConfig())[0].train()
-    first, second = (model(padded_batch(), temperature=1.0).logprobs for _ in range(2))
+    model, notes = build_policy(*load_language_model(args), args, CriticConfig())
+    first, second = (model.train()(padded_batch(), temperature=1.0).logprobs for _ in range(2))
     assert not torch.equal(first, second)
+    assert notes == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_dropout_of_a_model_that_has_none_is_noted(rank):
+    args = ModelConfig(dropout=True, lora=LoraConfig(rank=rank, dropout=rank / 4))
+    (note,) = build_policy(*load_language_model(args), args, CriticConfig())[1]
+    assert note == "model.dropout is true, which has no effect: the model has no dropout"
 
 
 def test_an_orthogonal_head_has_gains_of_1_and_the_root_of_2():

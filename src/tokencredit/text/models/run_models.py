@@ -17,6 +17,7 @@ from tokencredit.distributed.sharding import is_sharded
 from tokencredit.errors import ConfigError, naming
 from tokencredit.learn.rng import preserved
 from tokencredit.learn.state import trainable
+from tokencredit.learn.training_mode import has_dropout
 from tokencredit.runs.folder import read_choices
 from tokencredit.runs.resuming import started_from
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
@@ -221,10 +222,13 @@ def build_policy(
     for part, how in ((lm, sharding), (trunk, of_critic)):
         if part is not None and how is not None:
             how.apply(part)
+    in_vain = model.dropout and not any(has_dropout(part) for part in (lm, trunk) if part is not None)
     adapter = build_adapter(lm, model, peft_config)
     if shares := bool(critic.lora.rank):
         add_critic(critic, model, adapter)
     values, notes = build_critic(critic, model, lm, trunk, adapter if shares else None)
+    if in_vain:
+        notes.append("model.dropout is true, which has no effect: the model has no dropout")
     if trunk is not None and critic.name is None and quantised_layers(lm) and saved_start(critic, model) is None:
         notes.append(
             "critic.kind separate: the critic begins as a whole, dequantised copy of the policy in float32; with "
@@ -353,7 +357,7 @@ def load_run_models(
             "base (--base) is the model that it started from"
         )
     # A trained adapter is loaded from its folder, so no new one is made, and nothing is trained here.
-    plain = replace(args.model, lora=LoraConfig(), gradient_checkpointing=False, compile=False)
+    plain = replace(args.model, lora=LoraConfig(), dropout=False, gradient_checkpointing=False, compile=False)
     model = plain if which == "base" else replace(plain, name=str(run / which), adapter="continue")
     adapted = which == "base" and args.critic.lora.rank  # the base has no adapter beside which the critic's could be
     values = args.critic if critic and not adapted else CriticConfig(kind="none")

@@ -63,13 +63,15 @@ def load_model(args: OfflineSettings) -> Model:
     with naming("model.name"):
         lm, tokenizer = load_start(settings)
     start, notes = fingerprint(lm, tokenizer), merge_notes(settings, lm)
-    policy, _ = build_policy(merged(settings, lm), tokenizer, settings, CriticConfig(kind="none"))
+    policy, more = build_policy(merged(settings, lm), tokenizer, settings, CriticConfig(kind="none"))
     check_trained(settings.name, policy)
     steps = {
         "tokencredit generate RUN --prompt TEXT": "completions of the trained model",
         "tokencredit train --model.name RUN/policy": "PPO from the trained model",
     }
-    return Model(policy.lm, tokenizer, start, lambda folder: save_policy(folder, policy, tokenizer), steps, notes)
+    return Model(
+        policy.lm, tokenizer, start, lambda folder: save_policy(folder, policy, tokenizer), steps, notes + more
+    )
 
 
 def load_reward_model(args: RewardModelConfig) -> Model:
