@@ -560,6 +560,34 @@ def test_advice_names_no_value_that_a_setting_has(kind):
     assert ("eval.greedy: false" in found.advice) == greedy
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "refused", "kept"),
+    [
+        ("engine_mismatch", {"off_policy": {"proximal": "behavior"}}, "off_policy.correct", "take the same dtype"),
+        ("explained_variance", {"critic": {"coef": 0.0}}, "critic.pretrain", "critic.epochs"),
+        ("lam_low", {"critic": {"kind": "mine.py:Table"}}, "critic.epochs", "change the critic of this run"),
+        ("degenerate", {"kl": {"coef": 0.0}}, "stop.kl", "stop earlier (stop.reward)"),
+        ("kl_runaway", {"kl": {"target": 5.0}}, "kl.target", "raise kl.coef"),
+        ("truncated", {"score": {"missing_eos_penalty": 1.0}}, "missing_eos_penalty", "rollout.max_new_tokens"),
+        ("clip_high", {"ppo": {"epochs": 1, "minibatches": 1}}, "ppo.epochs", "ppo.target_kl"),
+    ],
+)
+def test_advice_names_no_setting_that_is_refused_or_set(name, group, refused, kept):
+    rows = [row | {"approx_kl_k3": 1.0} for row in sick(name)] if name == "clip_high" else sick(name)
+    before, now = (
+        next(x.advice for x in diagnose(rows, config) if x.name == name) for config in (CONFIG, CONFIG | group)
+    )
+    assert refused in before
+    assert refused not in now
+    assert kept in now
+
+
+def test_a_frozen_trunk_gets_no_learning_rate():
+    rows = [row | {"reward": 3.0, "value_mean": 0.4, "explained_variance": 0.0, "kl": 0.1} for row in healthy()]
+    (lags,) = diagnose(rows, CONFIG | {"critic": {"kind": "separate", "detach": True}}, ended=False)
+    assert lags.cures[0] == "raise critic.lr"
+
+
 # Cause and consequence, and cures that the kind of run has.
 
 

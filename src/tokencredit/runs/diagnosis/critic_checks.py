@@ -67,7 +67,8 @@ def explained_variance(run: Evidence) -> Finding | None:
     lags, wild = far and explained < 0.1 and run.run_kind is not CONTROL, explained < -1
     if len(run) < 2 * SETTLED or run.learns() or not (lags or explained < -NOISE):
         return None
-    faster = "raise critic.lr" + " and critic.trunk_lr" * (run.setting("critic.kind") == "separate")
+    trunk = run.setting("critic.kind") == "separate" and not run.setting("critic.detach")
+    faster = "raise critic.lr" + " and critic.trunk_lr" * trunk
     return Finding(
         "the critic lags behind the rewards" if lags else "the critic explains nothing",
         "; ".join(map(run.where, ("explained_variance", *("value_mean", run.reward) * lags))),
@@ -174,8 +175,11 @@ def lam_low(run: Evidence) -> Finding | None:
         "least that much.",
         (
             f"raise advantage.lam{_of_gae(run)}",
-            "give the critic more steps (critic.epochs)",
-            "give the critic a model of its own (critic.kind: separate)",
+            *_advice(
+                run,
+                "give the critic more steps (critic.epochs)",
+                "give the critic a model of its own (critic.kind: separate)",
+            ),
         ),
     )
 

@@ -15,7 +15,7 @@ from tokencredit.runs.jsonl import is_number
 from tokencredit.runs.summary import WINDOW, finite, headline, mean
 from tokencredit.runs.transcript import of_iteration
 from tokencredit.settings.control import ControlConfig
-from tokencredit.settings.fields import settings_of
+from tokencredit.settings.fields import flat, settings_of, unused
 from tokencredit.settings.run_kind import CONTROL, RunKind, run_kind_of
 from tokencredit.settings.text import PPOConfig
 
@@ -36,8 +36,8 @@ class Finding:
     """Metrics, with iterations."""
     meaning: str
     cures: tuple[str, ...]
-    """Changes to try, the likeliest to help first; settings that this kind of run lacks, and values that it has,
-    are left out."""
+    """Changes to try, the likeliest to help first; settings that this kind of run lacks or does not use, and values
+    that it has, are left out."""
     name: str = ""
     """That of its check, a function."""
     weight: int = 0
@@ -81,14 +81,23 @@ class Evidence:
         self.samples = of_iteration(samples, -1)
 
     def possible(self, cures: Sequence[str]) -> tuple[str, ...]:
-        """The cures whose settings this kind of run has, and has otherwise."""
-        foreign, key = _foreign_keys(self.run_kind), r"\w+(?:\.\w+)+"
-        return tuple(
-            cure
-            for cure in cures
-            if foreign.isdisjoint(re.findall(key, cure))
-            and not any(str(self.setting(k)).lower() == x for k, x in re.findall(rf"({key}): (\w+)", cure))
+        """The cures whose settings this kind of run has and uses, and has otherwise."""
+        return tuple(short for cure in cures if (short := self._possible(cure)))
+
+    def _possible(self, cure: str) -> str:
+        """A cure without settings in brackets that have no effect; empty if it is none of this run."""
+        kind: Any = self.run_kind.config
+        key, defaults = r"\w+(?:\.\w+)+", {name: setting.default for name, setting in settings_of(kind).items()}
+        settings = defaults | flat(self.config)
+        values = dict(re.findall(rf"({key}): (\w+)", cure))
+        without = unused(kind, settings | values)
+        used = re.sub(
+            r"(?<=\()[^()]+", lambda x: ", ".join(name for name in x[0].split(", ") if name not in without), cure
         )
+        refused = {*_foreign_keys(self.run_kind), *without}.intersection(re.findall(key, used))
+        there = any(str(settings.get(name)).lower() == value for name, value in values.items())
+        changed = any(settings.get(x) != defaults.get(x) for x in re.findall(rf"set ({key})(?![\w.:])", cure))
+        return "" if refused or there or changed or "()" in used else used
 
     def __len__(self) -> int:
         return len(self.metrics)

@@ -239,7 +239,7 @@ def clip_high(run: Evidence) -> Finding | None:
         "most of an update is clipped" if clipped else "updates take the policy too far",
         f"{run.where('clip_fraction')}; {run.where('approx_kl_k3')}",
         "Within a few steps the policy leaves the range in which the surrogate objective is valid.",
-        ("lower optim.lr", "lower ppo.epochs or ppo.minibatches", "set ppo.target_kl"),
+        ("lower optim.lr", *["lower ppo.epochs or ppo.minibatches"] * (not _single_step(run)), "set ppo.target_kl"),
     )
 
 

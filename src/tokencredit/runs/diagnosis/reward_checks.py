@@ -123,7 +123,7 @@ def equal_scores(run: Evidence) -> Finding | None:
             "raise rollout.per_prompt" if groups else "raise rollout.batch_size, so that batches hold some rare scores",
             "take larger batches (env.number, steps)",
             "give partial scores on the way to the rare ones",
-            "take prompts that are neither too easy nor too hard (prompts.text)",
+            "take prompts that are neither too easy nor too hard (prompts.text, prompts.dataset)",
         ),
     )
 
