@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.configs import text_config
+from helpers.configs import quiet, text_config
 from helpers.files import read_metrics, without_times
 from tokencredit import AdvantageConfig, AuditConfig, CriticConfig, PPOConfig
 from tokencredit.errors import ConfigError, RunStopped
@@ -95,6 +95,11 @@ def test_a_resumed_run_goes_on_with_the_critics_state(run, tmp_path):
     assert parts[2]["value_mean"] != 0
 
 
+class Broken:
+    def __init__(self):
+        raise ValueError("no table")
+
+
 class NoFit:
     def values(self, mask):
         return mask
@@ -118,6 +123,7 @@ class Short(NoFit):
     [
         ({"kind": NoFit()}, {}, "NoFit.* has no method fit, state_dict, load_state_dict"),
         ({"kind": "none.py:C"}, {}, "there is no critic file"),
+        ({"kind": Broken}, {}, r"critic.kind Broken .* raised ValueError: no table at .*test_own_critics.py:\d+"),
         ({"kind": Short, "kwargs": {"a": 1}}, {}, "critic.kwargs has 'a'"),
         (
             {"kind": Short, "lr": 0.1},
@@ -159,6 +165,32 @@ def test_a_critic_that_a_resumed_run_would_begin_anew_stops_the_run(broken, buil
     message = rf"critic.kind {shown} \(test_own_critics.py\): a new one that loads its state has other values, so"
     with pytest.raises(RunStopped, match=message):
         trainer.train()
+
+
+class Table(Mean):
+    """A critic whose state is a dict by position."""
+
+    def state_dict(self):
+        return {"sums": {0: self.mean}}
+
+
+def test_a_state_that_no_checkpoint_holds_stops_the_run_by_its_key(tmp_path):
+    trainer = PPOTrainer(args=text_config(tmp_path / "run", critic=CriticConfig(kind=Table)))
+    message = r"critic.kind Table.*: state_dict\(\)/sums has the key 0; keys in a checkpoint must be texts"
+    with pytest.raises(RunStopped, match=message):
+        trainer.train()
+
+
+def test_an_object_is_trained_as_a_copy_and_runs_with_it_are_alike(tmp_path):
+    part = Mean()
+    runs = [text_config("", critic=CriticConfig(kind=part), run=quiet(tmp_path / x, 2, save_every=1)) for x in "ab"]
+    for args in runs:
+        PPOTrainer(args=args).train()
+    one, two = (without_times(read_metrics(tmp_path / name)) for name in "ab")
+    assert one == two
+    assert part.mean == 0.0
+    longer = replace(runs[0], run=replace(runs[0].run, iterations=3))
+    assert PPOTrainer(args=longer).train(resume_from_checkpoint=True).iterations == 3
 
 
 def test_agents_take_no_critic_of_a_user():

@@ -135,6 +135,10 @@ def test_an_agent_has_its_own_loss(tmp_path):
             "needs temperature, which this run does not have; it",
         ),
         ({"loss": rows_clipped, "clip": 0.1}, r"ppo.clip is 0.1, which ppo.loss rows_clipped.* does not read"),
+        (
+            {"loss": lambda ratio, clip: ratio, "clip": 0.1, "kwargs": {"clip": 0.3}},
+            "ppo.clip is 0.1, which ppo.loss .* not",
+        ),
         ({"loss": rows_clipped, "kwargs": {"height": 1}}, "ppo.kwargs has 'height', which rows_clipped"),
         ({"loss": int}, "is neither a function nor a subclass of Objective"),
         ({"loss": "none.py:f"}, "there is no loss file 'none.py'"),

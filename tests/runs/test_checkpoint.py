@@ -10,10 +10,12 @@ from safetensors.torch import save_file
 
 from helpers.files import sign
 from tokencredit.distributed.processes import Processes
+from tokencredit.errors import RunStopped
 from tokencredit.runs import tensor_files
 from tokencredit.runs.checkpoint import (
     FORMAT,
     DamagedCheckpoint,
+    as_read,
     read_checkpoint,
     size_of,
     write_checkpoint,
@@ -56,6 +58,27 @@ def test_a_tree_is_read_as_it_was_written(folder):
     assert torch.equal(state["process"]["buffer"][0]["returns"], torch.ones(2, 1))
     assert state["all_processes"] is None
     assert size_of(SHARED) == 4 * (12 + 1 + 12) + 2 * 2 + 2
+
+
+def test_a_tree_as_read_is_that_of_the_files(folder):
+    assert as_read({"a": (1, torch.ones(2)), "b": {"c": None}}, "x")["b"] == {"c": None}
+    kept = as_read(SHARED, "state")
+    state = read(folder)
+    assert torch.equal(kept["weights"]["lm.a"], state["weights"]["lm.a"])
+    assert kept["numbers"] == state["numbers"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a": {0: 1.0}}, "^/a has the key 0; keys in a checkpoint must be texts"),
+        ({"a": [{1, 2}]}, "^/a/0 is .*; in a checkpoint it must be a dict, list, number"),
+        ({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}, "^/a/b is the path of two tensors in a checkpoint; rename"),
+    ],
+)
+def test_what_files_cannot_hold_is_refused(tree, message, tmp_path):
+    with pytest.raises(RunStopped, match=message):
+        write_checkpoint(tmp_path, tree, {}, Processes())
 
 
 def test_its_files_are_json_and_safetensors(folder):

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tokencredit.distributed.processes import Processes
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.provenance.environment import versions
 from tokencredit.runs.folder import flush, safetensors_errors
 from tokencredit.runs.jsonl import read_object
@@ -46,6 +46,7 @@ def write_checkpoint(folder: Path, shared: Mapping[str, Any], own: Mapping[str, 
 
     Raises:
         OSError: a file could not be written, in any process.
+        RunStopped: `shared` or `own` is no such tree.
     """
     # Tensors go into safetensors files, by all processes at once; the tree refers to them by name.
     tensors: dict[str, Tensor] = {}
@@ -173,8 +174,21 @@ def _fingerprint(file: Path) -> dict[str, Any]:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
 
 
+def as_read(tree: Any, name: str) -> Any:
+    """The tree as a checkpoint gives it back: with tensors on the CPU, and lists for tuples.
+
+    Raises:
+        RunStopped: a checkpoint cannot hold it; the message names the part by its path, which begins with `name`.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = json.loads(json.dumps(_without_tensors(tree, name, tensors)))
+    return _with_tensors(plain, {path: tensor.cpu().clone() for path, tensor in tensors.items()})
+
+
 def _without_tensors(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """The tree as JSON; its tensors are moved to `tensors`, by path."""
+    if name in tensors:
+        raise RunStopped(f"{name} is the path of two tensors in a checkpoint; rename a key that has a /")
     if isinstance(tree, Tensor):
         tensors[name] = tree.detach().contiguous()
         return {IN_TENSORS: name, SHAPE: list(tree.shape)}
@@ -182,9 +196,14 @@ def _without_tensors(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = torch.from_numpy(np.array(tree))
         return {AS_ARRAY: name, SHAPE: list(tree.shape)}
     if isinstance(tree, Mapping):
+        if other := [key for key in tree if not isinstance(key, str)]:
+            raise RunStopped(f"{name} has the key {quoted(other[0])}; keys in a checkpoint must be texts")
         return {key: _without_tensors(value, f"{name}/{key}", tensors) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [_without_tensors(value, f"{name}/{position}", tensors) for position, value in enumerate(tree)]
+    if tree is not None and not isinstance(tree, str | int | float):
+        kinds = "dict, list, number, text, tensor, array, true, false or null"
+        raise RunStopped(f"{name} is {quoted(tree)}; in a checkpoint it must be a {kinds}")
     return tree
 
 

@@ -20,6 +20,7 @@ from tokencredit.learn.objective import Objective
 from tokencredit.learn.own_loss import LOSS_INPUTS
 from tokencredit.learn.rng import preserved
 from tokencredit.provenance.parts import is_users
+from tokencredit.runs.checkpoint import as_read
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.model import CriticConfig
 from tokencredit.settings.parts import PYTHON, is_own, label_of, name_of
@@ -125,9 +126,10 @@ def load_loss(args: Update) -> Update:
         shown = label_of(args.loss)
         raise ConfigError(f"ppo.loss {shown} is neither a function nor a subclass of Objective (docs/your-own.md)")
     check_kwargs(name, loss, args.kwargs, known, "ppo.kwargs")
-    require_known("ppo.loss", "ppo.kwargs", partial(loss, **args.kwargs), name, known)
+    given = partial(loss, **args.kwargs)
+    require_known("ppo.loss", "ppo.kwargs", given, name, known)
     for key in ("clip", "clip_high", "dual_clip"):
-        if getattr(args, key) != getattr(type(args)(), key) and key.removesuffix("_high") not in parameters_of(loss):
+        if getattr(args, key) != getattr(type(args)(), key) and key.removesuffix("_high") not in parameters_of(given):
             reason = f"which ppo.loss {name} does not read; let it take {key.removesuffix('_high')}, or leave it out"
             raise ConfigError(f"ppo.{key} is {quoted(getattr(args, key))}, {reason}")
     return replace(args, loss=guarded(loss, f"ppo.loss {name}"))
@@ -148,7 +150,7 @@ class OwnCritic:
     name: str
     """Its name, with the arguments that were given to a class."""
     part: Any
-    """The user's object."""
+    """The object that is trained: a copy of the user's, if it can be copied."""
     untrained: Callable[[], Any]
     """Makes the object as it was before training; None if it cannot be copied."""
 
@@ -163,7 +165,8 @@ class OwnCritic:
         False while training has changed none. Called after a fit; `values_of` gives a critic's values of one batch.
 
         Raises:
-            RunStopped: its values differ, so that a resumed run would go on with another critic.
+            RunStopped: its values differ, so that a resumed run would go on with another critic, or no checkpoint can
+                hold its state.
         """
         with preserved():
             part = self.untrained()
@@ -175,7 +178,8 @@ class OwnCritic:
         if torch.equal(trained, before):
             return False
         with preserved():
-            guarded(part.load_state_dict, what)(copy.deepcopy(guarded(self.part.state_dict, what)()))
+            state = as_read(guarded(self.part.state_dict, what)(), f"{what}: state_dict()")
+            guarded(part.load_state_dict, what)(state)
         if not torch.allclose(_drawn_alike(values_of, other), trained, rtol=1e-3, atol=1e-6):
             raise RunStopped(
                 f"{what}: a new one that loads its state has other values, so that a resumed run would go on with "
@@ -194,7 +198,7 @@ def load_critic(args: CriticConfig, inputs: Collection[str]) -> CriticConfig:
     """The settings with a critic of the user's as an `OwnCritic`, from an object, or a class called with `kwargs`.
 
     Raises:
-        ConfigError: it cannot be loaded, lacks one of `METHODS`, or needs what there is not.
+        ConfigError: it cannot be loaded or called, lacks one of `METHODS`, or needs what there is not.
     """
     if not is_own(args.kind) or isinstance(args.kind, OwnCritic):
         return args
@@ -204,9 +208,13 @@ def load_critic(args: CriticConfig, inputs: Collection[str]) -> CriticConfig:
         check_kwargs(name, part, args.kwargs, key="critic.kwargs")
         name = name_of(partial(part, **args.kwargs))
         untrained = partial(guarded(part, f"critic.kind {name}"), **args.kwargs)
-        part = untrained()
-    else:
+        try:
+            part = untrained()
+        except RunStopped as error:
+            raise ConfigError(str(error)) from error
+    else:  # a copy is trained, so that the next run begins with the object as it is
         untrained = partial(_deep_copy, _deep_copy(part))
+        part = part if (copied := untrained()) is None else copied
     if missing := [method for method in METHODS if not callable(getattr(part, method, None))]:
         raise ConfigError(f"critic.kind {label_of(args.kind)} has no method {', '.join(missing)} (docs/your-own.md)")
     known = (*CRITIC_READS, *inputs)
