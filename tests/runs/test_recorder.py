@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,9 +15,10 @@ from safetensors.torch import load_file
 from helpers.files import read_events
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, TooManyBadSteps
+from tokencredit.provenance.parts import describe
 from tokencredit.runs.checkpoint import FORMAT
 from tokencredit.runs.recorder import BAD_STEPS_KEPT, RunRecord
-from tokencredit.settings.data import EnvironmentConfig, PromptsConfig, ScoreConfig
+from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_kind import TEXT
@@ -327,6 +329,66 @@ def test_terms_of_the_reward_that_come_go_and_change_are_written_down(tmp_path):
     assert {"reward[0].weight", "reward[1].name"} <= changed
     assert "reward[0].weight is now 2.0; it was 1.0" in read_events(tmp_path / "run")
     assert "reward[1].name" in resumed(args)[2]
+
+
+@pytest.mark.parametrize(
+    ("key", "changed", "refused"),
+    [
+        ("eval.dataset", {"eval": EvalConfig(every=1, dataset="held_out.jsonl")}, True),
+        ("eval.dataset", {"eval": EvalConfig(dataset="held_out.jsonl", split="test")}, False),
+        ("prompts.dataset", {"prompts": PromptsConfig(dataset="rows.jsonl", shuffle=False)}, True),
+        ("prompts.dataset", {"prompts": PromptsConfig(dataset="rows.jsonl", column="question")}, False),
+        ("tools[0]", {"tools": ["mine.py:add", "mine.py:multiply"]}, True),
+        ("tools[0]", {"tools": ["mine.py:multiply"]}, False),
+    ],
+)
+def test_only_settings_that_choose_a_part_let_it_be_another(key, changed, refused, tmp_path):
+    groups = {"prompts": PromptsConfig(dataset="rows.jsonl"), "eval": EvalConfig(dataset="held_out.jsonl")}
+    args = config(tmp_path / "run", **groups, tools=["mine.py:add"], reward=[FunctionTerm(function="repetition")])
+    made = record(args)
+    made.parts = {key: {"name": "before", "digest": "0" * 64}}
+    made.begin(args, 0, 0)
+    iterate(made, [1])
+    made.folder.unlock()
+    args = replace(args, **changed)
+    again = record(args)
+    again.parts = {key: {"name": "now", "digest": "1" * 64}}
+    with pytest.raises(ConfigError, match=re.escape(f"{key} is now")) if refused else nullcontext():
+        again.resume(args, 0, lambda *_: ())
+
+
+class Judge:
+    """A part of Python that is not described by its name alone."""
+
+    def __init__(self, bias):
+        self.bias = bias
+
+    def __call__(self, rewards):
+        return self.bias
+
+
+@pytest.mark.parametrize("key", ["critic.kind", "advantage.estimator"])
+def test_a_part_of_pythons_that_changed_is_refused_until_it_is_allowed(key, tmp_path):
+    group, _, name = key.partition(".")
+
+    def given(bias):
+        made = config(tmp_path / "run")
+        return replace(made, **{group: replace(getattr(made, group), **{name: Judge(bias)})})
+
+    def recorded(args, bias):
+        made = record(args)
+        made.parts = {key: describe(Judge(bias))}
+        return made
+
+    made = recorded(given(1), 1)
+    made.begin(given(1), 0, 0)
+    iterate(made, [1])
+    made.folder.unlock()
+    args = given(2)
+    with pytest.raises(ConfigError, match=rf'{key} is Judge.*begun with .*run.allow_changed: \["{key}"\]'):
+        recorded(args, 2).resume(args, 0, lambda *_: ())
+    args = replace(args, run=replace(args.run, allow_changed=[key]))
+    assert recorded(args, 2).resume(args, 0, lambda *_: ()) == 1
 
 
 def test_each_process_keeps_its_own_newest_batches_of_skipped_steps(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -20,8 +21,9 @@ from tokencredit.runs.folder import saved as saved
 from tokencredit.runs.jsonl import LIMITS
 from tokencredit.settings.data import TEXTS
 from tokencredit.settings.fields import flat, settings_of, unused
+from tokencredit.settings.parts import PYTHON
 from tokencredit.settings.reader import read_yaml
-from tokencredit.settings.run_kind import RunKind, run_kind_of
+from tokencredit.settings.run_kind import PARTS, RunKind, run_kind_of
 
 LINES = ("metrics.jsonl", "samples.jsonl")
 """Files of a run that grow with each iteration; a checkpoint records their length."""
@@ -38,6 +40,8 @@ FREE = (
     *LIMITS,
 )
 """Exceptions, which may change."""
+READ = ("prompts.column", "prompts.template", "prompts.config_name", "data.column", "data.template")
+"""Settings with which the rows of every data set are read."""
 FINGERPRINTED = ("model.name", "model", "processing_class")
 """Parts whose weights and tokens the trainer compares with those of the checkpoint."""
 
@@ -132,7 +136,9 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     """
     kind: Any = run_kind_of(config).config
     before, now = flat(read_yaml(file)), flat(config)
-    parts = (key for key in before | now if key.startswith("python"))  # compared by `changed_parts`
+    # Compared by `changed_parts`.
+    parts = {key for key in before | now if key.startswith("python")}
+    parts |= {key for key in PARTS if all(str(x.get(key)).startswith(PYTHON) for x in (before, now))}
     ignored = {"run.dir", "run.allow_changed", *parts, *unused(kind, now)}
     for settings in (before, now):  # null equals its default
         if settings.get("prompts.text", 0) is None:
@@ -145,24 +151,31 @@ def changes(file: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
 
 
 def changed_parts(
-    before: Mapping[str, Part], now: Mapping[str, Part], changed: Collection[str], allowed: Collection[str]
+    before: Mapping[str, Part],
+    now: Mapping[str, Part],
+    changed: Mapping[str, tuple[Any, Any]],
+    allowed: Collection[str],
 ) -> Iterator[tuple[str, str]]:
     """Parts that differ from those that a run began with, by argument or key, and a line on each for the user.
 
-    A part whose settings are `changed` too, such as a data set's column, is no part that was replaced.
+    A part that `changed` settings choose, such as a data set's split, is no part that was replaced.
 
     Raises:
         ConfigError: one is not among the `allowed`.
     """
+    # Entries of lists of names, such as `tools`, count one by one.
+    lists = {name: pair for name, pair in changed.items() if all(isinstance(x, list) for x in pair)}
+    entries = {f"{name}[{i}]" for name, x in lists.items() for i, (a, b) in enumerate(zip_longest(*x)) if a != b}
+    settings = {*changed, *entries}
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
         if (old and old["digest"]) == (new and new["digest"]):
             continue
-        own, group = key.partition("[")[0], key.removesuffix(".dataset")
-        if any(name == own or name.startswith(group) for name in changed):
+        rows = (f"{key.removesuffix('dataset')}split", *READ) if key.endswith("dataset") else ()
+        if not settings.isdisjoint({key, *rows}):
             continue
         here, there = (label(part) if part else "not given" for part in (new, old))
-        if not {key, own} & {*allowed, *FINGERPRINTED}:
+        if not {key, key.partition("[")[0]} & {*allowed, *FINGERPRINTED}:
             raise ConfigError(
                 f"{key} is {here}, and this run was begun with {there}; restore it, or go on with run.allow_changed: "
                 f"{json.dumps([key])}"
