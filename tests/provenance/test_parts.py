@@ -3,6 +3,8 @@
 import json
 import sys
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from functools import cache, partial, wraps
 from importlib.util import module_from_spec, spec_from_file_location
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from tokencredit.provenance import parts
-from tokencredit.provenance.parts import describe, label
+from tokencredit.provenance.parts import describe, label, rows_digest
 
 WORDS = ["good"]
 SIGN = 1
@@ -218,6 +220,73 @@ def test_numbers_of_scalars_arrays_and_tables_count(make):
     assert digests[0] == digests[2] != digests[1]
     digests = [describe(partial(score, power=x))["digest"] for x in (one, two, same)]
     assert digests[0] == digests[2] != digests[1]
+
+
+@pytest.mark.parametrize("make", [Decimal, lambda x: date(2020, 1, x), lambda x: {x}, lambda x: bytes([x])])
+def test_values_that_json_lacks_count(make):
+    one, two, same = (describe([{"label": make(x)}])["digest"] for x in (1, 2, 1))
+    assert one == same != two
+
+
+def test_sets_and_objects_without_a_text_have_one_digest():
+    one, two = {0, 8}, {8, 0}  # equal hashes, in the order of insertion
+    assert [*one] != [*two]
+    assert rows_digest([{"label": one}]) == rows_digest([{"label": two}])
+    assert rows_digest([{"label": object()}]) == rows_digest([{"label": object()}])
+
+
+def doubled(completions, threshold, **columns):
+    threshold *= 2
+    return [len(text) > threshold for text in completions]
+
+
+class Penalty:
+    """An object with an argument, a local variable of its name, and state."""
+
+    def __init__(self, penalty):
+        self.penalty, self.calls = penalty, []
+
+    def __call__(self, completions):
+        self.calls.append(len(completions))
+        penalty = {}
+        penalty["x"] = self.penalty
+        return [penalty["x"] for _ in completions]
+
+
+@pytest.mark.parametrize("make", [lambda x: partial(doubled, threshold=x), Penalty])
+def test_an_argument_counts_though_a_local_variable_has_its_name(make):
+    one, other = describe(make(1)), describe(make(2))
+    assert one["digest"] != other["digest"]
+    assert "=1" in label(one)
+
+
+COUNT, SEEN = 0, []
+
+
+def counted(completions):
+    global COUNT
+    COUNT = COUNT + 1
+    SEEN.append(completions)
+    return [COUNT for _ in completions]
+
+
+def counter():
+    count, last = 0, []
+
+    def inner(completions):
+        nonlocal count
+        count = count + 1
+        last[:] = completions
+        return [count for _ in completions]
+
+    return inner
+
+
+@pytest.mark.parametrize("value", [counted, counter(), Penalty(1)])
+def test_what_code_changes_itself_is_no_argument(value):
+    before = describe(value)["digest"]
+    value(["a"])
+    assert describe(value)["digest"] == before
 
 
 def test_libraries_are_not_the_users():

@@ -80,13 +80,22 @@ def rows_digest(rows: Any) -> str:
     """SHA-256 of a list of rows or a `Dataset`, with all columns."""
     sha = hashlib.sha256()
     if isinstance(rows, list):
-        text = json.dumps(rows, default=lambda x: x.tolist() if hasattr(x, "tolist") else type(x).__name__)
-        sha.update(text.encode())
+        sha.update(json.dumps(rows, default=_as_json).encode())
         return sha.hexdigest()
     for table in rows.with_format("arrow").iter(CHUNK):
         for batch in table.to_batches():
             sha.update(batch.serialize())
     return sha.hexdigest()
+
+
+def _as_json(value: Any) -> Any:
+    """What stands for a value that JSON lacks: a list of numbers or entries, or a text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(entry, default=_as_json) for entry in value)
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
 
 
 def column_names(rows: Any) -> list[str]:
@@ -113,14 +122,15 @@ class _Describer:
             value, arguments = value.__func__, {"self": value.__self__} | arguments
         code = code_of(value)
         self.met[id(code)] = code
-        own = (_fields(value) if code is type(value) else _variables(code)) | arguments
         part: Part = {"name": getattr(code, "__qualname__", repr(code)).replace("<locals>.", "")}
         if is_users(code) and (file := _file(code)) is not None:
             part["file"] = file
         source = _source(code)
-        state = _state(source)
-        for key, values in {"arguments": own, "reads": dict(_reads(code))}.items():
-            if shown := {name: self.plain(x) for name, x in values.items() if name not in state}:
+        state, built = _state(source), code is type(value)
+        own = _fields(value) if built else _variables(code)
+        own = {name: x for name, x in own.items() if ("self." * built + name) not in state} | arguments
+        for key, values in {"arguments": own, "reads": {k: x for k, x in _reads(code) if k not in state}}.items():
+            if shown := {name: self.plain(x) for name, x in values.items()}:
                 part[key] = shown
         exact: Any = [code.__module__, source] if source is None else source
         if source is None or "<lambda>" in part["name"]:  # a lambda's source is its whole line
@@ -281,27 +291,37 @@ def _reads(code: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state(source: str | None) -> set[str]:
-    """Names of variables and attributes that a source changes itself, after the construction of an object."""
+    """Names of variables, and `self.NAME` of attributes, that a source changes itself after an object's construction.
+
+    Local variables are none.
+    """
     try:
         tree = ast.parse(textwrap.dedent(source or ""))
     except SyntaxError:  # a lambda inside a call
         return set()
     names: set[str] = set()
-    made = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in CONSTRUCTORS]
-    skipped = {id(inner) for node in made for inner in ast.walk(node)}
-    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
-        changed: list[Any] = list(getattr(node, "targets", [getattr(node, "target", None)]))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
-            changed = [node.func.value]
-        for target in changed:
-            inner = target
+    for function in _outermost(tree):
+        nodes = [*ast.walk(function)] if getattr(function, "name", "") not in CONSTRUCTORS else []
+        shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+        stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)]
+        local = {node.id for node in stored if isinstance(node, ast.Name)} - shared
+        methods = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        for changed in [*stored, *(method.value for method in methods if method.attr in CHANGES)]:
+            inner: Any = changed
             while isinstance(inner, ast.Subscript):
                 inner = inner.value
-            if isinstance(inner, ast.Attribute):
-                names.add(inner.attr)
-            elif isinstance(inner, ast.Name) and (inner is not target or isinstance(node, ast.Call | ast.AugAssign)):
-                names.add(inner.id)
+            if isinstance(inner, ast.Attribute) or (isinstance(inner, ast.Name) and inner.id not in local):
+                names.add(ast.unparse(inner))
     return names
+
+
+def _outermost(tree: ast.AST) -> Iterator[ast.AST]:
+    """The functions of a tree that are inside no other."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+        else:
+            yield from _outermost(node)
 
 
 def _file(value: Any) -> str | None:
