@@ -388,3 +388,4 @@ def test_episodes_in_parquet_files_are_read_back(copy):
 
 def test_a_timeout_of_a_reward_changes_no_score():
     assert scored_anew([(3, "reward[0].weight"), (5, "reward[0].timeout"), (6, "reward[1].retries")]) == 3
+    assert scored_anew([(3, "reward[0].kwargs.name")]) == 3, "the function's own"

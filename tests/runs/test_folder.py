@@ -206,14 +206,17 @@ def completion(**fields):
 def test_completions_are_a_parquet_file_with_a_column_per_field_and_term(folder):
     records = [completion(), completion(bootstrap=0.25, terms={"fit": None}, values=[0.5, 1.0])]
     folder.write_completions(1, records)
-    folder.write_completions(2, [completion(terms={"fit": None})])
+    turns = [{"role": "assistant", "start": 0, "end": 2, "reward": 1.0, "problems": ["cut"]}]
+    folder.write_completions(2, [completion(terms={"fit": None}, turns=turns, after="x", loss_advantages=[None, None])])
     files = [folder.path / "samples" / f"00000{number}.parquet" for number in (1, 2)]
     assert sorted((folder.path / "samples").iterdir()) == files
     first, second = map(parquet.read_table, files)
     assert first["reward/fit"].to_pylist() == [0.5, None]
+    assert first.schema == second.schema, "the files of all iterations fit together"
     assert first["values"].to_pylist() == [None, [0.5, 1.0]]
     assert first["bootstrap"].to_pylist() == [None, 0.25]
-    assert str(second["reward/fit"].type) == "double", "as in files with a value"
+    assert second["turns"].to_pylist() == [turns]
+    assert not {"true_values", "terms"} & {*first.column_names}
 
 
 def test_rewinding_removes_completions_of_later_iterations(folder):

@@ -162,8 +162,19 @@ def test_a_run_without_an_iteration_has_no_outcome():
 
 
 def test_numbers_have_three_digits():
-    numbers = (None, 0.0, 0.91443, -12.68, 487.25, 999.9, 2309.4, -1e6, 1e-5)
-    assert list(map(figure, numbers)) == ["none", "0", "0.914", "-12.7", "487", "1e+03", "2,309", "-1,000,000", "1e-05"]
+    numbers = (None, 0.0, 0.91443, -12.68, 487.25, 999.4, 999.6, 2309.4, -1e6, 1e-5)
+    assert list(map(figure, numbers)) == [
+        "none",
+        "0",
+        "0.914",
+        "-12.7",
+        "487",
+        "999",
+        "1,000",
+        "2,309",
+        "-1,000,000",
+        "1e-05",
+    ]
 
 
 def test_times_are_said_in_units_to_plan_with():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 
 from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import Part
-from tokencredit.runs.jsonl import COUNT, EVENTS, TEXT, read_object, require
+from tokencredit.runs.jsonl import COUNT, EVENTS, NUMBER, SAMPLE, TEXT, TRUTH, Form, Leaf, read_object, require
 from tokencredit.settings.fields import check_value
 
 AUDIT = "audit.json"
@@ -67,7 +68,7 @@ class RunFolder:
         unfinished = {LOCK, PARTS, CHOICES} | ({JOB} if self.begun() else set())
         unfinished |= {beside(self.path / name, "part").name for name in (JOB, PARTS, CHOICES, "config.yaml")}
         if any(path.name not in unfinished for path in self.path.iterdir()):
-            how = f"--resume {self.path}" if by_command else "train(resume_from_checkpoint=True)"
+            how = f"--resume {shlex.quote(str(self.path))}" if by_command else "train(resume_from_checkpoint=True)"
             resume = f", or resume the run with {how}" if (self.path / "config.yaml").is_file() else ""
             raise ConfigError(
                 f"run.dir {str(self.path)!r} holds a run or other files already; give another "
@@ -181,6 +182,8 @@ class RunFolder:
     def write_completions(self, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Write an iteration's completions, if there are any, as a Parquet file: a column per field and reward term.
 
+        Fields that these completions lack are columns of nulls, so that the files of all iterations fit together.
+
         Raises:
             OSError: the disk is too full, the reserve included.
         """
@@ -192,10 +195,13 @@ class RunFolder:
         # Parquet holds valid Unicode only, and an observation may have unpaired surrogates.
         text = json.dumps([flat_terms(record) for record in records], ensure_ascii=False, allow_nan=False)
         rows = json.loads(text.encode(errors="replace"))
-        names = dict.fromkeys(name for row in rows for name in row)
-        columns = {name: pa.array([row.get(name) for row in rows]) for name in names}
-        # A column without a value would have no type, and not fit those of other iterations.
-        columns = {name: x.cast("float64") if pa.types.is_null(x.type) else x for name, x in columns.items()}
+        forms = {name.removesuffix("?"): form for name, form in SAMPLE.items()}
+        forms |= {name: NUMBER for row in rows for name in row if name not in forms}  # reward terms
+        columns = {
+            name: pa.array([row.get(name) for row in rows], _column_type(form))
+            for name, form in forms.items()
+            if name not in TRUTH
+        }
         parquet.write_table(pa.table(columns), data := pa.BufferOutputStream())
         name = f"{COMPLETIONS}/{iteration:06d}.parquet"
         self.make_room(name, data.tell())
@@ -230,6 +236,17 @@ def append(file: Path, lines: bytes) -> None:
         except BaseException:
             end.truncate(before)
             raise
+
+
+def _column_type(form: Form) -> Any:
+    """The Parquet type of values of a form."""
+    import pyarrow as pa
+
+    if isinstance(form, Leaf):
+        return pa.type_for_alias(form.column)
+    if isinstance(form, Mapping):
+        return pa.struct([(key.removesuffix("?"), _column_type(part)) for key, part in form.items()])
+    return pa.list_(_column_type(form[0]))
 
 
 def flat_terms(record: Mapping[str, Any]) -> dict[str, Any]:

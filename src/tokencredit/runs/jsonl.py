@@ -72,6 +72,8 @@ class Leaf:
     fits: Callable[[Any], bool]
     wanted: str
     """What it must be, in words."""
+    column: str = "string"
+    """Type of its column in a Parquet file."""
 
 
 Form = Leaf | Mapping[str, Any] | Sequence[Any]
@@ -120,15 +122,15 @@ def one_of(names: Collection[str]) -> Leaf:
     return Leaf(lambda value: isinstance(value, str) and value in names, f"one of {', '.join(names)}")
 
 
-NUMBER, COUNT = Leaf(is_number, "a number"), Leaf(is_count, "a count")
+NUMBER, COUNT = Leaf(is_number, "a number", "float64"), Leaf(is_count, "a count", "int64")
 TEXT = Leaf(lambda value: isinstance(value, str), "a text")
-KNOWN = Leaf(lambda value: value is None or is_number(value), "a number or null")
+KNOWN = Leaf(lambda value: value is None or is_number(value), "a number or null", "float64")
 SAMPLE: dict[str, Form] = {
     "iteration": COUNT,
     "prompt": TEXT,
     "completion": TEXT,
     "reward": NUMBER,
-    "truncated": Leaf(lambda value: isinstance(value, bool), "true or false"),
+    "truncated": Leaf(lambda value: isinstance(value, bool), "true or false", "bool"),
     "tokens": [TEXT],
     "logprobs": [NUMBER],
     "rewards": [NUMBER],
@@ -143,7 +145,7 @@ SAMPLE: dict[str, Form] = {
     "loss_advantages?": [KNOWN],  # as the loss used them; null at tokens outside it
     "age?": [COUNT],  # sampled ahead
     "bootstrap?": NUMBER,  # after a truncation
-    "mask?": [Leaf(lambda value: is_count(value) and value < 2, "0 or 1")],  # from here on of episodes
+    "mask?": [Leaf(lambda value: is_count(value) and value < 2, "0 or 1", "int64")],  # from here on of episodes
     "turns?": [
         {"role": one_of(ROLES), "start": COUNT, "end": COUNT, "reward?": NUMBER, "problems?": [one_of(PROBLEMS)]}
     ],
@@ -187,7 +189,7 @@ def scored_anew(changes: Sequence[tuple[int, str]], keys: tuple[str, ...] = SCOR
 
 def same_score(key: str) -> bool:
     """True for the key of a setting of a reward term that leaves its score the same."""
-    return key.startswith("reward[") and key.rpartition(".")[2] in ("name", "retries", "timeout", "batch_size", "dtype")
+    return re.fullmatch(r"reward\[\d+\]\.(name|retries|timeout|batch_size|dtype)", key) is not None
 
 
 def evaluated_anew(changes: Sequence[tuple[int, str]], config: Mapping[str, Any]) -> int:

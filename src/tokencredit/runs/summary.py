@@ -256,7 +256,7 @@ def averaged(iterations: int, since: int = 0) -> str:
 
 def figure(value: float | None) -> str:
     """Format a number with three digits, such as `0.914`, `-12.7` or `2,309`."""
-    return "none" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "none" if value is None else f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def count(number: int) -> str:
