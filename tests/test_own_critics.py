@@ -17,6 +17,7 @@ from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.run_kind import read_config
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.audit_run import audit_completions
+from tokencredit.user_code.parts import load_critic
 
 FILE = """
 import torch
@@ -191,6 +192,13 @@ def test_an_object_is_trained_as_a_copy_and_runs_with_it_are_alike(tmp_path):
     assert part.mean == 0.0
     longer = replace(runs[0], run=replace(runs[0].run, iterations=3))
     assert PPOTrainer(args=longer).train(resume_from_checkpoint=True).iterations == 3
+
+
+def test_an_object_whose_functions_act_on_it_is_trained_itself():
+    part = Mean()
+    assert load_critic(CriticConfig(kind=part), ()).kind.part is not part
+    part.add = lambda x: setattr(part, "mean", part.mean + x)  # a copy would keep this one, which acts on the original
+    assert load_critic(CriticConfig(kind=part), ()).kind.part is part
 
 
 def test_agents_take_no_critic_of_a_user():

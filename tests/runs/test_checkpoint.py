@@ -66,6 +66,7 @@ def test_a_tree_as_read_is_that_of_the_files(folder):
     state = read(folder)
     assert torch.equal(kept["weights"]["lm.a"], state["weights"]["lm.a"])
     assert kept["numbers"] == state["numbers"]
+    assert as_read({"a/b": torch.ones(1), "a": {"b": np.float32(3)}}, "x")["a"] == {"b": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,7 @@ def test_a_tree_as_read_is_that_of_the_files(folder):
     [
         ({"a": {0: 1.0}}, "^/a has the key 0; keys in a checkpoint must be texts"),
         ({"a": [{1, 2}]}, "^/a/0 is .*; in a checkpoint it must be a dict, list, number"),
+        ({"a": np.array(["x"])}, "^/a cannot be kept in a checkpoint: can't convert np.ndarray"),
         ({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}, "^/a/b is the path of two tensors in a checkpoint; rename"),
     ],
 )

@@ -187,14 +187,16 @@ def as_read(tree: Any, name: str) -> Any:
 
 def _without_tensors(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """The tree as JSON; its tensors are moved to `tensors`, by path."""
-    if name in tensors:
-        raise RunStopped(f"{name} is the path of two tensors in a checkpoint; rename a key that has a /")
-    if isinstance(tree, Tensor):
-        tensors[name] = tree.detach().contiguous()
-        return {IN_TENSORS: name, SHAPE: list(tree.shape)}
-    if isinstance(tree, np.ndarray):
-        tensors[name] = torch.from_numpy(np.array(tree))
-        return {AS_ARRAY: name, SHAPE: list(tree.shape)}
+    if isinstance(tree, Tensor | np.ndarray):
+        if name in tensors:
+            raise RunStopped(f"{name} is the path of two tensors in a checkpoint; rename a key that has a /")
+        try:
+            tensors[name] = tree.detach().contiguous() if isinstance(tree, Tensor) else torch.from_numpy(np.array(tree))
+        except (TypeError, RuntimeError) as error:
+            raise RunStopped(f"{name} cannot be kept in a checkpoint: {error}") from error
+        return {IN_TENSORS if isinstance(tree, Tensor) else AS_ARRAY: name, SHAPE: list(tree.shape)}
+    if isinstance(tree, np.generic):
+        return tree.item()
     if isinstance(tree, Mapping):
         if other := [key for key in tree if not isinstance(key, str)]:
             raise RunStopped(f"{name} has the key {quoted(other[0])}; keys in a checkpoint must be texts")

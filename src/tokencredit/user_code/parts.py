@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -225,7 +226,9 @@ def load_critic(args: CriticConfig, inputs: Collection[str]) -> CriticConfig:
 
 
 def _deep_copy(part: Any) -> Any:
-    """A deep copy; None of what cannot be copied, such as a lock."""
+    """A deep copy; None of what cannot be copied, such as a lock, or a function made in `__init__`, of its object."""
+    if any(isinstance(x, FunctionType) and x.__closure__ for x in getattr(part, "__dict__", {}).values()):
+        return None
     try:
         return copy.deepcopy(part)
     except Exception:  # of the user's code

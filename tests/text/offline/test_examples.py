@@ -238,7 +238,8 @@ def test_a_prompt_inside_chosen_and_rejected_is_taken_out(lm, tokenizer):
     rows = [{"chosen": question + good, "rejected": question + bad}]
     expected = paired([{"prompt": question, "chosen": good, "rejected": bad}], lm, chat)
     assert paired(rows, lm, chat) == expected
-    assert paired([rows[0] | {"prompt": "How is it?"}], lm, chat) == expected  # as UltraFeedback has it
+    for prompt in ("How is it?", " How is it?\n", 17):  # as UltraFeedback has it, with blanks, and a number of the row
+        assert paired([rows[0] | {"prompt": prompt}], lm, chat) == expected
     # Equal ones, and one that goes on where the other ends, part before their last common word.
     for end in ("", ", I think."):
         pairs = [{"chosen": f"It is bad{end}", "rejected": "It is bad"}]

@@ -19,7 +19,7 @@ from tokencredit.text.data.prompts import Prompt, Prompts, is_conversation, perm
 from tokencredit.text.data.rollout import unpadded
 from tokencredit.text.models.model_loading import end_ids, max_prompt_length
 from tokencredit.text.rewards.reward_models import RewardModel
-from tokencredit.text.rewards.texts import for_template, prefilled
+from tokencredit.text.rewards.texts import content, for_template, prefilled
 
 Example = dict[str, Any]
 """Token ids of a row by TRL's names of columns, such as `prompt_ids` and `chosen_ids`."""
@@ -166,12 +166,12 @@ def without_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
 def whole_prompt(prompt: Any, beginning: Any) -> Any:
     """The prompt of a pair if it ends with the beginning of its conversations, the beginning if that holds the prompt.
 
-    None if they differ. A prompt may be the text of a message, or missing.
+    None if they differ. A prompt may be the text of a message; anything else than that and a conversation is not read.
     """
-    if not prompt or isinstance(beginning, str):
+    messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    if not prompt or isinstance(beginning, str) or not (isinstance(prompt, str) or is_conversation(prompt)):
         return beginning
-    messages = prompt if is_conversation(prompt) else [{"content": prompt}]
-    own, begun = ([message.get("content") for message in x] for x in (messages, beginning))
+    own, begun = ([content(message).strip() for message in x] for x in (messages, beginning))
     if all(text in begun for text in own):
         return beginning
     return prompt if own[-len(begun) :] == begun else None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import atexit
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
-from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -150,7 +149,7 @@ class LoopByHand(Trainer):
         settings: RolloutConfig = self.loaded.rollout
         if max_new_tokens is not None:
             allowed = range(max(settings.min_new_tokens, 1), settings.max_new_tokens + 1)
-            if not (isinstance(max_new_tokens, Integral) and max_new_tokens in allowed):
+            if type(max_new_tokens) is not int or max_new_tokens not in allowed:
                 limits = f"{allowed[0]} to {allowed[-1]}, rollout.max_new_tokens"
                 raise ConfigError(f"max_new_tokens is {quoted(max_new_tokens)}; it must be {limits}")
             settings = replace(settings, max_new_tokens=max_new_tokens)
@@ -315,8 +314,10 @@ class LoopByHand(Trainer):
         self._report_once("prompts", "prompts come from calls in Python, not from the configuration")
         if self.pipeline.player is not None:
             raise ConfigError("prompts are the environment's; call sample() without any, and adopt no completions")
-        several = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
-        listed = list(prompts) if several else [prompts] if isinstance(prompts, str) else []
+        try:
+            listed = [prompts] if isinstance(prompts, str) else [] if isinstance(prompts, Mapping) else list(prompts)
+        except TypeError:  # as of a number, or a tensor without dimensions
+            listed = []
         if not listed:
             raise ConfigError(
                 f"prompts is {quoted(prompts)}; it must be a list of texts, conversations, rows or lists of token ids"
