@@ -395,6 +395,9 @@ def test_arguments_of_llama_factory_override_its_file(tmp_path, capsys):
     config, _, told = run(tmp_path, "a.sh", line, capsys, "--rows", "500")
     assert (config.optim.lr, config.ppo.epochs, config.seed, config.kl.target) == (1e-3, 9, 3, 8.0)
     assert "not read: $MORE" in told
+    for line in ("$MORE cfg.yaml --seed 3", "--seed 3 cfg.yaml", "--deepspeed z.json --seed=3 cfg.yaml"):
+        config, _, told = run(tmp_path, f"{len(line)}.sh", f"llamafactory-cli train {line}", capsys, "--rows", "500")
+        assert (config.seed, config.kl.target, "is not there" in told) == (3, 8.0, False), line
     line = "python3 -m verl.trainer.main_ppo ~actor.clip_ratio data.train_batch_size=64 trainer.total_training_steps=5"
     assert "not read: ~actor.clip_ratio" in run(tmp_path, "b.sh", line, capsys)[2]
 

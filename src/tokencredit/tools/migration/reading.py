@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,10 @@ def shell_source(text: str, file: Path) -> Source | None:
 
 def command_source(project: Project, words: list[str], file: Path) -> Source:
     """The settings of a command's arguments."""
+    places = pairwise(["", *words]) if project is LLAMA_FACTORY else ()
+    free = (word for before, word in places if before[:2] != "--" or "=" in before)  # which are no flag's value
+    own = next((word for word in free if re.fullmatch(r"[^=]+\.(ya?ml|json)", word)), None)
+    words = [word for word in words if word != own]
     plain = list(takewhile(lambda word: project is VERL or not word.startswith("-"), words))
     pairs = [word.lstrip("+").partition("=") for word in plain if not word.startswith("-")]
     given = {key: value_of(value) for key, equals, value in pairs if equals}
@@ -157,11 +161,10 @@ def command_source(project: Project, words: list[str], file: Path) -> Source:
         notes += [f"{word} is Hydra's, and its values are not read" for word in words if word.startswith("-")]
     else:
         given |= {key: value_of(value) for key, value in flags(words).items()}
-    if project is LLAMA_FACTORY and notes and notes[0].endswith((".yaml", ".yml", ".json")):
-        if (own := file.parent / notes.pop(0)).is_file():
-            given = mapping_source(read_yaml(own), own).given | given
-        else:
-            notes.append(f"{own} is not there; give it to migrate as well")
+    if own and (path := file.parent / own).is_file():
+        given = mapping_source(read_yaml(path), path).given | given
+    elif own:
+        notes.append(f"{path} is not there; give it to migrate as well")
     if (kind := given.get("rlhf_type", given.get("stage", "ppo"))) != "ppo":
         raise ConfigError(f"{file}: its command trains with {kind}; migrate reads ppo")
     given = {key: value for key, value in given.items() if value is not None}
