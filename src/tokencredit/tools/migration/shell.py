@@ -11,7 +11,10 @@ from tokencredit.tools.migration.arithmetic import shell_sum
 
 VARIABLE = re.compile(r"\$\{(\w+)(?:\[@\])?(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
 ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
-BEFORE = re.compile(r"export|declare|local|readonly|then|else|do|-\w+")
+BEFORE = re.compile(
+    r"export|declare|local|readonly|then|else|do|&&|\|\||-\w+|\S+\)|(if|for|while|until|case|select|\{)|(fi|done|esac|\})"
+)
+"""Words before an assignment; the first group begins a block that may not run once, the second ends one."""
 ARRAY = re.compile(r"^\s*(\w+)(\+?)=\(([^)]*(?:\)\)[^)]*)*)\)[ \t]*$", re.MULTILINE)
 SUM = re.compile(r"\$\(\(([^()`]*)\)\)|\$\(expr ([^()`]*)\)|`expr ([^`]*)`")
 OTHER = re.compile(r"\$\([^()]*\)|`[^`]*`")
@@ -43,6 +46,7 @@ class Script:
 
     def commands(self, text: str) -> Iterator[list[str]]:
         """The words of each command, variables in place; those without one value in the script stay as they are."""
+        depth = 0
         text = re.sub(r"\\[ \t]*(#[^\n]*)?\r?\n", " ", re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE))
         for line in ARRAY.sub(lambda match: " ".join(match[0].split()), text).splitlines():
             array = ARRAY.fullmatch(line)
@@ -51,7 +55,11 @@ class Script:
                     words = shlex.split(self._sums(command), comments=True)
                 except ValueError:  # a quote that goes on, as in a here document
                     continue
-                while array is None and words and (BEFORE.fullmatch(words[0]) or self._assign(words[0])):
+                while array is None and words:
+                    if before := BEFORE.fullmatch(words[0]):
+                        depth += (before.lastindex == 1) - (before.lastindex == 2)
+                    elif not self._assign(words[0], sure=not depth and command[:2] not in ("&&", "||")):
+                        break
                     words = words[1:]
                 words = [inner for word in words for inner in self._words(word)]
                 if array is not None:
@@ -80,14 +88,14 @@ class Script:
             text = VARIABLE.sub(value, text)
         return text
 
-    def _assign(self, word: str) -> bool:
-        """Keep the variable that a word assigns, or its name if it had another value; False for another word."""
+    def _assign(self, word: str, sure: bool) -> bool:
+        """Keep the variable that a word assigns, or its name if it may have another value; False for another word."""
         if (match := ASSIGNMENT.fullmatch(word)) is None:
             return False
         name, more, text = match.groups()
         text = f"${{{name}-}}{text}" if more else text
         value, own = self.fill(text), any(name in used.groups() for used in VARIABLE.finditer(text))
-        self.variables[name] = value if own or self.variables.get(name, value) == value else f"${{{name}}}"
+        self.variables[name] = value if sure or own or self.variables.get(name, value) == value else f"${{{name}}}"
         return True
 
     def _words(self, word: str) -> list[str]:
@@ -116,8 +124,9 @@ class Script:
 def _marked(match: re.Match[str]) -> str:
     """A piece of a line: a new line for the end of a command, and a variable without quotes as a word that is split."""
     if match[0] in (";", "&&", "||"):
-        return "\n"
-    return shlex.quote(SPLIT + match[0]) if VARIABLE.fullmatch(match[0]) else match[0]
+        return f"\n{match[0].strip(';')} "
+    alone = VARIABLE.fullmatch(match[0]) and not {"'", '"'} & set(match[0])  # quotes in a default are the shell's
+    return shlex.quote(SPLIT + match[0]) if alone else match[0]
 
 
 def arguments(words: list[str], program: re.Pattern[str], depth: int = 0) -> list[str] | None:
