@@ -10,7 +10,7 @@ import pytest
 from tokencredit.cli import main
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.models.model_loading import resolve
-from tokencredit.tools.migration.arithmetic import bound_once, constants, shell_sum
+from tokencredit.tools.migration.arithmetic import names_in_scope, shell_sum
 from tokencredit.tools.migration.shell import Script
 
 TRL_YAML = """
@@ -252,17 +252,41 @@ PPOConfig(total_episodes=rows * 32, learning_rate=rate, per_device_train_batch_s
 
 
 def test_a_name_that_a_script_binds_again_is_not_known():
-    again = ["n = 3", "if x: n = 3", "n *= 2", "def f(): n = 3", "def f(n): pass", "lambda n: 0", "for n in x: pass"]
+    again = ["n = 3", "if x: n = 3", "n *= 2", "def f():\n global n\n n = 3", "for n in x: pass", "def f(): n[0] = 3"]
     again += ["with x as n: pass", "print(n := 3)", "from x import n", "del n", "n[0] = 3", "n.update(m)"]
-    for line in ("", *again):
-        known = constants(bound_once(list(ast.walk(ast.parse(f"n = 2\nm = 1\n{line}\n")))))
-        assert known == ({"m": 1} if line else {"n": 2, "m": 1}), line
+    other = ["", "def f(): n = 3", "def f(n): pass", "lambda n: 0", "[0 for n in x]", "class A: n = 3"]
+    for line in (*other, *again):
+        tree = ast.parse(f"n = 2\nm = 1\n{line}\n")
+        assert names_in_scope(tree)[tree.body[0]][1] == ({"m": 1} if line in again else {"n": 2, "m": 1}), line
+
+
+def test_a_name_is_of_the_scope_in_which_a_call_stands(tmp_path, capsys):
+    script = """
+class Trainer:
+    seed = 5
+    def make(self, epochs):
+        gamma = 0.7
+        return PPOConfig(num_ppo_epochs=epochs, gamma=gamma, seed=seed)
+epochs = 3
+gamma = 0.6
+seed = 7
+policy = "org/policy"
+def load(policy):
+    return AutoModelForSequenceClassification.from_pretrained(policy)
+AutoModelForCausalLM.from_pretrained(policy)
+"""
+    config, _, told = run(tmp_path, "a.py", script, capsys)
+    assert (config.model.name, config.seed, config.advantage.gamma, config.ppo.epochs) == ("org/policy", 7, 0.7, 4)
+    left = ["num_ppo_epochs=epochs is computed by the script", "reward_model=policy is computed by the script"]
+    assert [line.strip() for line in told.splitlines() if "not read" in line] == [f"not read: {x}" for x in left]
 
 
 def test_dicts_of_arguments_are_read_and_later_changes_are_named(tmp_path, capsys):
     script = """
 common = dict(learning_rate=1e-5, num_ppo_epochs=epochs, **more)
-other = {"lam": 0.9}
+inner = {"lam": 0.9}
+again = inner
+other = {**inner, **again, **other}
 config = PPOConfig("out", seed=7, **common, **other, **vars(args))
 config.kl_coef = 0.5
 self.config.gamma = 0.5
@@ -270,6 +294,7 @@ self.config.gamma = 0.5
     config, _, told = run(tmp_path, "trl.py", script, capsys)
     assert (config.seed, config.optim.lr, config.advantage.lam, config.kl.coef) == (7, 1e-5, 0.9, 0.05)
     left = ["num_ppo_epochs=epochs is computed by the script", "**more is computed by the script"]
+    left += ["**again is computed by the script", "**other is computed by the script"]
     left += ["**vars(args) is computed by the script", "'out', an argument without a name", "config.kl_coef = 0.5"]
     assert [line.strip() for line in told.splitlines() if "not read" in line] == [f"not read: {x}" for x in left]
 
@@ -353,7 +378,11 @@ def test_shell_arithmetic_and_quotes():
         ('A=$(date +%s); B="--x $A"; run $B "$B" \';\' # it\'s; A=1', "run|--x|$(date +%s)|--x $(date +%s)|;"),
         ('A=(--x 1)\nA=(--y 2)\nA+=(--z 3)\nB=("${A[@]}" --w)\nrun ${B[@]}', "run|--y|2|--z|3|--w"),
         ("if [ $D ]; then\n  A=1; B=1\nelse\n  A=2; B=1\nfi\nrun $A $B", "run|${A}|1"),
-        ("A=1\n[ $D ] && A=2\nexport A=1 B=3\nrun $A $B", "run|${A}|3"),
+        ("A=1\n[ $D ] && A=2\nexport B=3\nrun $A $B", "run|${A}|3"),
+        ("A=1; if [ $D ]; then for x in a; do B=1; done; A=2; fi; B=3\nrun $A $B", "run|${A}|3"),
+        ("A=1\nB=1\ncase $D in\nx) A=2 ;;\nesac\nf() {\n  B=2\n}\nrun $A $B", "run|${A}|${B}"),
+        ("HOME=/me\nA=1\nA=2\nrun $A $HOME", "run|2|/me"),
+        ("run ${A:-\"b.py\"} --x ${B:-'my model'} ${C:-a b}", "run|b.py|--x|my model|a|b"),
     ],
 )
 def test_variables_of_a_shell_are_split_replaced_and_continued(lines, words):

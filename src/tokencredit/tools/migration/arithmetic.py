@@ -13,6 +13,8 @@ OPERATORS: dict[type, Any] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow},
     **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
 }
+SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.GeneratorExp | ast.ListComp
+SCOPES |= ast.SetComp | ast.DictComp
 MAX_NUMBER, MAX_POWER = 10**18, 64
 UNREADABLE = (ValueError, TypeError, ArithmeticError, SyntaxError, MemoryError, RecursionError)
 
@@ -55,22 +57,30 @@ def assignments(nodes: list[ast.AST]) -> list[tuple[ast.expr, ast.Assign | ast.A
     return [(node.targets[0] if isinstance(node, ast.Assign) else node.target, node) for node in found]
 
 
-def bound_once(nodes: list[ast.AST]) -> dict[str, ast.expr]:
-    """The value of each name that a script assigns, and binds or changes nowhere else, in the order of lines."""
-    stored = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del))
-    names = [ast.unparse(node).partition("[")[0] for node in stored]
-    names += [ast.unparse(x.value) for x in nodes if isinstance(x, ast.Attribute) and x.attr in ("update", "pop")]
-    names += [node.arg for node in nodes if isinstance(node, ast.arg)]
-    names += [node.asname or node.name for node in nodes if isinstance(node, ast.alias)]
-    count = Counter(names)
-    values = {getattr(target, "id", ""): node.value for target, node in assignments(nodes)}
-    return {name: value for name, value in values.items() if value is not None and count[name] == 1}
-
-
-def constants(values: Mapping[str, ast.expr]) -> dict[str, Any]:
-    """The values of names that can be computed, in their order."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        with suppress(*UNREADABLE):
-            found[name] = computed(value, found)
+def names_in_scope(tree: ast.AST) -> dict[ast.AST, tuple[dict[str, ast.expr], dict[str, Any]]]:
+    """For each node the names that its scope, or one around it, binds once: their expressions, and values if known."""
+    nodes, found = list(ast.walk(tree)), {}
+    parts = [x.value for x in nodes if isinstance(x, ast.Attribute) and x.attr in ("update", "pop")]
+    parts += [x.value for x in nodes if isinstance(x, ast.Subscript) and not isinstance(x.ctx, ast.Load)]
+    changed = {ast.unparse(part).partition("[")[0] for part in parts}
+    changed |= {name for x in nodes if isinstance(x, ast.Global | ast.Nonlocal) for name in x.names}
+    todo: list[tuple[ast.AST, dict[str, ast.expr], dict[str, Any]]] = [(tree, {}, {})]
+    for scope, bound, known in todo:
+        nodes = list(ast.iter_child_nodes(scope))
+        for node in nodes:
+            nodes += [] if isinstance(node, SCOPES) else ast.iter_child_nodes(node)
+        count = Counter(x.id for x in nodes if isinstance(x, ast.Name) and not isinstance(x.ctx, ast.Load))
+        count.update(x.arg for x in nodes if isinstance(x, ast.arg))
+        count.update(x.asname or x.name for x in nodes if isinstance(x, ast.alias))
+        here = {name: value for name, value in bound.items() if name not in count}
+        values = {name: value for name, value in known.items() if name not in count}
+        for target, node in assignments(nodes):
+            name = getattr(target, "id", "")
+            if node.value and count[name] == 1 and name not in changed:
+                here[name] = node.value
+                with suppress(*UNREADABLE):
+                    values[name] = computed(node.value, values)
+        found |= dict.fromkeys(nodes, (here, values))
+        outer = (bound, known) if isinstance(scope, ast.ClassDef) else (here, values)  # methods do not see a class's
+        todo += [(node, *outer) for node in nodes if isinstance(node, SCOPES)]
     return found

@@ -21,7 +21,7 @@ from tokencredit.settings.projects.trl import OLD_TRL, TRL
 from tokencredit.settings.projects.verl import VERL
 from tokencredit.settings.reader import MAX_SIZE, load_yaml, read_yaml
 from tokencredit.settings.text import PPOConfig
-from tokencredit.tools.migration.arithmetic import UNREADABLE, assignments, bound_once, computed, constants
+from tokencredit.tools.migration.arithmetic import UNREADABLE, assignments, computed, names_in_scope
 from tokencredit.tools.migration.shell import Script, arguments, flags
 
 PROGRAMS = {
@@ -189,8 +189,7 @@ def python_source(text: str, file: Path) -> Source | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{file} is not Python that can be read: {error}") from error
     nodes = list(ast.walk(tree))
-    bound = bound_once(nodes)
-    known = constants(bound)
+    scopes = names_in_scope(tree)
     calls = [(called(node), node) for node in nodes if isinstance(node, ast.Call)]
     configs = [node for name, node in calls if name in ("PPOConfig", "PPOv2Config") and node.keywords]
     if not configs:
@@ -210,6 +209,7 @@ def python_source(text: str, file: Path) -> Source | None:
     critics += [x.value for target, x in assigned if getattr(target, "id", "") == "value_model"]
     made = [ast.unparse(target) for target, x in assigned if x.value is configs[0]]
     for name, node in calls:
+        bound, known = scopes[node]
         values = call_arguments(name, node, node in configs[:1], bound)
         if values and node in critics:  # of the reward model's class, and often of another folder
             values = {"value_model_path": node.args[0]}
@@ -217,9 +217,9 @@ def python_source(text: str, file: Path) -> Source | None:
             values.pop("num_labels", None)
         for argument, value in values.items():
             try:
-                source.given.setdefault(argument, computed(value, known))
+                source.given.setdefault(argument, computed(value, {} if "**" in argument else known))
             except UNREADABLE:
-                if node in configs[:1] or name == "LoraConfig":
+                if argument not in source.given:
                     shown = "**" if "**" in argument else f"{argument}="
                     source.notes.append(f"{shown}{ast.unparse(value)} is computed by the script")
     source.given = {name: value for name, value in source.given.items() if value is not None}
@@ -238,17 +238,19 @@ def called(node: ast.Call) -> str:
 
 
 def keywords_of(node: ast.Call, bound: Mapping[str, ast.expr]) -> dict[str, ast.expr]:
-    """The arguments of a call by name, those of a dict after `**` too; `**` and its text for another one."""
+    """The arguments of a call by name, those of dicts after `**` too; `**` and its text for another one."""
     found: dict[str, ast.expr] = {}
-    for item in node.keywords:
-        spread = None if item.arg else bound.get(getattr(item.value, "id", ""), item.value)
-        items = [item]
+    todo, bound = list(node.keywords), dict(bound)
+    while todo:
+        item = todo.pop(0)
+        spread = None if item.arg else bound.pop(getattr(item.value, "id", ""), item.value)
         if isinstance(spread, ast.Dict):
             names = [str(key.value) if isinstance(key, ast.Constant) else None for key in spread.keys]
-            items = [ast.keyword(name, value) for name, value in zip(names, spread.values, strict=True)]
+            todo[:0] = [ast.keyword(name, value) for name, value in zip(names, spread.values, strict=True)]
         elif isinstance(spread, ast.Call) and called(spread) == "dict" and not spread.args:
-            items = spread.keywords
-        found |= {inner.arg or f"**{ast.unparse(inner.value)}": inner.value for inner in items}
+            todo[:0] = spread.keywords
+        else:
+            found[item.arg or f"**{ast.unparse(item.value)}"] = item.value
     return found
 
 

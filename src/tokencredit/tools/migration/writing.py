@@ -83,7 +83,7 @@ class Migrated(Translation):
         lines = [f"{names}: {self.title}, {len(self.settings)} settings, {own} of them its defaults"]
         lines += [f"  left to you: {key}: {reason}" for key, reason in self.undecided.items()]
         lines += [f"  without effect here: {key} {reason}" for key, reason in self.unused.items()]
-        lines += [f"  not read: {note}" for note in self.notes]
+        lines += [f"  not read: {note}" for note in dict.fromkeys(self.notes)]
         listed = ", ".join(list(self.without)[:MAX_LISTED])
         more = f" and {len(self.without) - MAX_LISTED} more" if len(self.without) > MAX_LISTED else ""
         lines += [f"  without counterpart, with reasons in the file: {listed}{more}"] * bool(self.without)
