@@ -277,7 +277,7 @@ AutoModelForCausalLM.from_pretrained(policy)
 """
     config, _, told = run(tmp_path, "a.py", script, capsys)
     assert (config.model.name, config.seed, config.advantage.gamma, config.ppo.epochs) == ("org/policy", 7, 0.7, 4)
-    left = ["num_ppo_epochs=epochs is computed by the script", "reward_model=policy is computed by the script"]
+    left = ["reward_model=policy is computed by the script", "num_ppo_epochs=epochs is computed by the script"]
     assert [line.strip() for line in told.splitlines() if "not read" in line] == [f"not read: {x}" for x in left]
 
 

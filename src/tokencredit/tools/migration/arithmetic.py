@@ -59,7 +59,8 @@ def assignments(nodes: list[ast.AST]) -> list[tuple[ast.expr, ast.Assign | ast.A
 
 def names_in_scope(tree: ast.AST) -> dict[ast.AST, tuple[dict[str, ast.expr], dict[str, Any]]]:
     """For each node the names that its scope, or one around it, binds once: their expressions, and values if known."""
-    nodes, found = list(ast.walk(tree)), {}
+    nodes = list(ast.walk(tree))
+    found: dict[ast.AST, tuple[dict[str, ast.expr], dict[str, Any]]] = {}
     parts = [x.value for x in nodes if isinstance(x, ast.Attribute) and x.attr in ("update", "pop")]
     parts += [x.value for x in nodes if isinstance(x, ast.Subscript) and not isinstance(x.ctx, ast.Load)]
     changed = {ast.unparse(part).partition("[")[0] for part in parts}
