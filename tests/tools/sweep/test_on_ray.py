@@ -46,7 +46,7 @@ def test_the_runs_of_a_killed_node_go_on_elsewhere_and_ctrl_c_lets_all_save(clus
         process.send_signal(signal.SIGINT)
         shown = process.communicate(timeout=120)[0]
     assert process.returncode == 130
-    assert f"resume with: tokencredit sweep {file} --on ray" in shown
+    assert f"resume with: tokencredit sweep {file} --on=ray" in shown
     stops = [run.summary().get("stopped_by") for run in runs]
     assert set(stops) <= {"SIGTERM", "interrupt", "iterations"}, "all have saved"
     assert "SIGTERM" in stops, "a killed node's run too: it noticed"
