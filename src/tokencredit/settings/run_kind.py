@@ -223,11 +223,7 @@ def refuse_python(
 
 
 def refuse_by_command(config: PPOConfig | ControlConfig | OfflineSettings) -> None:
-    """Raise `ConfigError` for a configuration that no command can train.
-
-    It names parts from Python, has a setting without an effect where no rows come from Python, or no data set to learn.
-    """
-    refuse_python(config, "FILE")
+    """Raise `ConfigError` for settings that no command trains: those without an effect, or no data set to learn."""
     refuse_unused(config, rows=())
     if isinstance(config, OfflineSettings) and config.data.dataset is None:
         raise ConfigError("data.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id")

@@ -189,6 +189,8 @@ def prepare_tasks(
     trained = load_tasks(args.prompts, seed=args.seed, stream=0, dataset=train, **names)
     own = train if args.held_out_prompts() is None else None
     tasks = trained, evaluation_tasks(args, own if held_out is None else held_out)
+    if args.prompts.shuffle and all(rows.rows is None for rows in tasks):
+        raise ConfigError("prompts.shuffle is true, and there are no rows to shuffle; leave it out")
     for rows in tasks if args.eval.every else tasks[:1]:
         environments.check_columns(rows.columns, rows.values(COLUMN))
     return tasks

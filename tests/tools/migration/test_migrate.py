@@ -381,6 +381,7 @@ def test_shell_arithmetic_and_quotes():
         ("A=1\n[ $D ] && A=2\nexport B=3\nrun $A $B", "run|${A}|3"),
         ("A=1; if [ $D ]; then for x in a; do B=1; done; A=2; fi; B=3\nrun $A $B", "run|${A}|3"),
         ("A=1\nB=1\ncase $D in\nx) A=2 ;;\nesac\nf() {\n  B=2\n}\nrun $A $B", "run|${A}|${B}"),
+        ("function f {\n  echo\n}\nA=1\nA=2\nrun $A", "run|2"),
         ("HOME=/me\nA=1\nA=2\nrun $A $HOME", "run|2|/me"),
         ("run ${A:-\"b.py\"} --x ${B:-'my model'} ${C:-a b}", "run|b.py|--x|my model|a|b"),
     ],

@@ -90,7 +90,5 @@ def load_tasks(
     rows, name = source or (None, f"{group}.text")
     if source is None and config.text is not None:
         rows = [{config.column: x} for x in ([config.text] if isinstance(config.text, str) else config.text)]
-    if rows is None and config.shuffle:
-        raise ConfigError("prompts.shuffle is true, and there are no rows to shuffle; leave it out")
     shuffle = source is not None if config.shuffle is None else config.shuffle
     return Tasks(rows, name=name, seed=seed, stream=stream, shuffle=shuffle, column=config.column)

@@ -57,7 +57,7 @@ class Script:
                     continue
                 while array is None and words:
                     if before := BEFORE.fullmatch(words[0]):
-                        depth += (before.lastindex == 1) - (before.lastindex == 2)
+                        depth = max(depth + (before.lastindex == 1) - (before.lastindex == 2), 0)
                     elif not self._assign(words[0], sure=not depth and command[:2] not in ("&&", "||")):
                         break
                     words = words[1:]

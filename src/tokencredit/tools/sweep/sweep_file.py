@@ -26,6 +26,7 @@ from tokencredit.settings.run_kind import (
     other_run_kind,
     refuse_by_command,
     refuse_foreign_code,
+    refuse_python,
 )
 from tokencredit.settings.text import PPOConfig
 
@@ -140,6 +141,7 @@ def expand(sweep: Mapping[str, Any], no_code: bool = False) -> list[SweepRun]:
                 raise ConfigError("run.dir is set by the sweep; use its key dir instead")
             config: Any = run_kind.config.from_dict(settings)
             refuse_foreign_code(config, no_code)
+            refuse_python(config, "FILE")
             refuse_by_command(config)
         except ConfigError as error:
             raise ConfigError(f"variant {name}: {error}") from error
