@@ -32,6 +32,17 @@ LADDER = ("ppo", "value-pretraining", "decoupled", "length-adaptive", "clip-high
 LADDER += ("groups",)
 """Rungs of the study `reasoning-ladder`."""
 STEPS = {
+    "in episodes of three sentences, credit by turn beats credit by token": (
+        whole,
+        [("turns-sentences: turn-gae", "turns-sentences: token-gae", "reward")],
+    ),
+    "GAE beats group-relative credit and leave-one-out there": (
+        whole,
+        [
+            (f"turns-sentences: {gae}", f"turns-sentences: {other}", "reward")
+            for gae, other in product(("token-gae", "turn-gae"), ("group-relative", "leave-one-out"))
+        ],
+    ),
     "in the write-up's set-up, a lower coefficient with more entropy learns faster": ("base", "kl_ent"),
     'then "really" left out, lower learning rates and a temperature of 1.1 each learn faster': (
         "kl_ent",

@@ -56,6 +56,7 @@ STUDIES = {
     "planted-credit": "planted-credit/sweep.yaml",
     "planted-kinds": "planted-credit/kinds.yaml",
     "turns": "turns/sweep.yaml",
+    "turns-sentences": "turns/sentences.yaml",
     "ages": "ages/sweep.yaml",
     "ages-large-steps": "ages/large-steps.yaml",
     "reasoning": "reasoning/sweep.yaml",

@@ -190,13 +190,13 @@ def recipe_settings(file: Path, name: str) -> dict[str, Any]:
     if name not in sweep["variants"]:
         sys.exit(f"{file} has no variant {name}; it has {', '.join(sweep['variants'])}")
     base, changes = sweep["base"], sweep["variants"][name]
-    base = flat(read_yaml(file.parent / base) if isinstance(base, str) else base)
-    kept = {key: x for key, x in base.items() if not key.startswith(NOT_OF_RECIPE)}
-    reward = {"reward": changes["reward"]} if "reward" in changes else {}
+    base = read_yaml(file.parent / base) if isinstance(base, str) else base
+    reward = changes.get("reward", base.get("reward", [BUILT_IN_REWARD]))
+    kept = {key: x for key, x in flat(base).items() if not key.startswith(NOT_OF_RECIPE)}
     changes = flat({key: x for key, x in changes.items() if key != "reward"})
     if any(key.startswith(NOT_OF_RECIPE) for key in changes):
         sys.exit(f"{file}: variant {name} sets a policy or prompts, as worlds do")
-    return kept | changes | reward
+    return kept | changes | ({} if reward == [BUILT_IN_REWARD] else {"reward": reward})
 
 
 def study_settings(variant: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def test_each_stage_hands_over_to_the_next(path, tmp_path, capsys):
     }
     assert not prompts["prompts"] & prompts["true-pairs"], "other prompts test the reward model"
     table = (tmp_path / "outcome.md").read_text()
-    assert [line.split("|")[1].strip() for line in table.splitlines()[2:7]] == list(path.models())
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:7]] == list(path.models({}))
     assert (tmp_path / "whole-path.svg").read_text().startswith("<?xml")
     sft = json.loads((seed / "sft.json").read_text())["metrics"]
     assert sft["eval/kl"] == pytest.approx(0, abs=1e-4)
@@ -58,6 +58,19 @@ def test_each_stage_hands_over_to_the_next(path, tmp_path, capsys):
     (seed / "dpo-0.1.json").unlink()
     path.main(["--seeds", "1", "--out", str(tmp_path)])
     assert path.begun == ["evaluate"]
+    # In a world the path begins after SFT.
+    path.begun.clear()
+    world = {
+        "model.name": str(seed / "sft" / "policy"),
+        "reward": [path.BUILT_IN],
+        "prompts.text": ["This movie was", "I", "The"],
+    }
+    (tmp_path / "world.json").write_text(json.dumps(world))
+    path.main(["--seeds", "1", "--out", str(tmp_path / "there"), "--world", str(tmp_path)])
+    assert path.begun == ["pairs", "pairs", "reward-model", "pairs", "train", "dpo", "dpo", *["evaluate"] * 4]
+    there = json.loads((tmp_path / "there" / "outcome.json").read_text())
+    assert there["SFT"]["1"]["kl"] == [pytest.approx(0, abs=1e-4)]
+    assert 0 <= there["reward model"]["1"]["accuracy"][0] <= 1
 
 
 def test_an_interval_of_the_mean_by_students_t(path):

@@ -1,10 +1,12 @@
 """From a base model to an aligned one: SFT, pairs, a reward model, PPO, DPO and IPO, judged by the true classifier.
 
     python recipes/whole-path/path.py --seeds 5 --out runs/whole-path
+    python recipes/whole-path/path.py --world FOLDER --out runs/whole-path-subj
 
 Each stage is a command of Tokencredit, and what is there already is kept, so that the same call goes on where it was
 stopped. The base model has the built-in architecture and has read praise alone; SFT shows it both tastes; preferences
-for blame, one in ten of them wrong, make the reward model.
+for blame, one in ten of them wrong, make the reward model. In a world of real sentences (benchmarks/worlds.py) the path
+begins with the world's policy in place of the SFT model, and its classifier is the truth.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ SAMPLES = 4
 """Completions per prompt that are ranked."""
 BETAS = (0.02, 0.1, 0.5)
 """β of the runs of DPO and IPO."""
-GOLD = {"classifier": "builtin:reviews", "label": "NEGATIVE", "name": "gold"}
+BUILT_IN = {"classifier": "builtin:reviews", "label": "NEGATIVE"}
 """The true reward, which no stage learns from but by the labels of pairs."""
 FLUENCY = {"function": "reference_fluency", "name": "fluency", "weight": 0.0}
 """Mean log-prob per token under the SFT model."""
@@ -47,45 +49,58 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument("--out", type=Path, default=Path("runs/whole-path"), help="folder of all runs")
+    parser.add_argument("--world", type=Path, help="folder of a world of real sentences")
     args = parser.parse_args(argv)
-    for seed in range(1, args.seeds + 1):
-        walk(args.out / f"seed-{seed}", seed)
-    folders = [args.out / f"seed-{seed}" for seed in range(1, args.seeds + 1)]
-    table = outcome(folders)
+    world = json.loads((args.world / "world.json").read_text()) if args.world else {}
+    seeds = range(1, args.seeds + 1)
+    for seed in seeds:
+        walk(args.out / f"seed-{seed}", seed, world)
+    folders = {seed: args.out / f"seed-{seed}" for seed in seeds}
+    found = outcome(folders, models(world))
+    (args.out / "outcome.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    table = as_table(found)
     (args.out / "outcome.md").write_text(table, encoding="utf-8")
     print(table)
-    draw(folders, args.out)
+    draw(list(folders.values()), args.out)
 
 
-def walk(folder: Path, seed: int) -> None:
-    """All stages of one seed."""
+def walk(folder: Path, seed: int, world: Mapping[str, Any]) -> None:
+    """All stages of one seed; of a world those after SFT."""
     folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    base, sft, rm = folder / "base", folder / "sft", folder / "reward-model"
-    if not base.is_dir():
-        build_base(base, seed)
-    if not (folder / "prompts.jsonl").is_file():
-        write_rows(folder, seed)
+    rm = folder / "reward-model"
     shared = {"seed": seed, "run.trackers": [], "model.dtype": "float32"}
-    start = shared | {"model.name": sft / "policy"}
     passes = {"data.batch_size": 32, "data.epochs": 2}
-    rows = {"data.dataset": folder / "answers.jsonl", "data.held_out": 0.05, "optim.lr": 1e-3}
-    step(sft, "sft", shared | passes | rows | {"model.name": base})
-    write_pairs(folder, "pairs", [GOLD], seed, noise=0.1)
-    write_pairs(folder, "true-pairs", [GOLD], seed + 1000, prompts="other-prompts")
+    if world:
+        sft, [gold] = Path(world["model.name"]), world["reward"]
+        write_prompts(folder, world["prompts.text"], seed)
+    else:
+        sft, gold = folder / "sft" / "policy", BUILT_IN
+        if not (folder / "base").is_dir():
+            build_base(folder / "base", seed)
+        write_prompts(folder, write_answers(folder, seed), seed)
+        rows = {"data.dataset": folder / "answers.jsonl", "data.held_out": 0.05, "optim.lr": 1e-3}
+        step(folder / "sft", "sft", shared | passes | rows | {"model.name": folder / "base"})
+    start, gold = shared | {"model.name": sft}, gold | {"name": "gold"}
+    write_pairs(folder, "pairs", sft, [gold], seed, noise=0.1)
+    write_pairs(folder, "true-pairs", sft, [gold], seed + 1000, prompts="other-prompts")
     labelled = {"data.dataset": folder / "pairs.jsonl", "data.held_out": 0.1, "optim.lr": 3e-4}
     step(rm, "reward-model", start | passes | labelled)
     proxy = {"reward_model": str(rm / "reward_model"), "name": "proxy"}
-    write_pairs(folder, "ranked", [proxy], seed + 2000)
+    write_pairs(folder, "ranked", sft, [proxy], seed + 2000)
     rollout = {"rollout.batch_size": 64, "rollout.max_new_tokens": LONGEST, "run.iterations": PROMPTS * SAMPLES // 64}
     learning = {"kl.coef": 0.1, "optim.lr": 2e-4, "run.show_every": 0}
-    reward = {"prompts.dataset": folder / "prompts.jsonl", "reward": [proxy, GOLD | {"weight": 0.0}]}
+    reward = {"prompts.dataset": folder / "prompts.jsonl", "reward": [proxy, gold | {"weight": 0.0}]}
     step(folder / "ppo", "train", start | rollout | learning | reward)
     ranked = {"data.dataset": folder / "ranked.jsonl", "optim.lr": 3e-4}
     for name, loss in {"dpo": "sigmoid", "ipo": "ipo"}.items():
         for beta in BETAS:
             step(folder / f"{name}-{beta}", "dpo", start | passes | ranked | {"dpo.loss": loss, "dpo.beta": beta})
-    judge(folder, [GOLD, proxy | {"weight": 0.0}, FLUENCY], seed)
+    sampling = {"samples": PROMPTS, "max_new_tokens": LONGEST, "dtype": "float32", "seed": seed, "reference": sft}
+    judged = {"prompts.dataset": folder / "prompts.jsonl", "reward": [gold, proxy | {"weight": 0.0}, FLUENCY]}
+    for run in models(world).values():
+        model = {"base": folder / "base", "sft": sft}.get(run, folder / run / "policy")
+        step(folder / f"{run}.json", "evaluate", sampling | judged, str(model))
     if not (folder / "reward-model.json").is_file():
         found = tested(rm / "reward_model", folder / "true-pairs.jsonl")
         (folder / "reward-model.json").write_text(json.dumps(found), encoding="utf-8")
@@ -93,27 +108,18 @@ def walk(folder: Path, seed: int) -> None:
 
 
 def write_pairs(
-    folder: Path, name: str, reward: list[Any], seed: int, noise: float = 0.0, prompts: str = "prompts"
+    folder: Path, name: str, sft: Path, reward: list[Any], seed: int, noise: float = 0.0, prompts: str = "prompts"
 ) -> None:
     """Write ranked pairs of the SFT model."""
     sampling = {"samples": SAMPLES, "max_new_tokens": LONGEST, "dtype": "float32", "batch_size": 256}
     settings = {"prompts.dataset": folder / f"{prompts}.jsonl", "reward": reward, "seed": seed, "noise": noise}
-    step(folder / f"{name}.jsonl", "pairs", sampling | settings, str(folder / "sft" / "policy"))
+    step(folder / f"{name}.jsonl", "pairs", sampling | settings, str(sft))
 
 
-def models() -> dict[str, str]:
+def models(world: Mapping[str, Any]) -> dict[str, str]:
     """Folders of the models that are judged, by their names in the table."""
     tuned = {f"{name.upper()}, β {beta}": f"{name}-{beta}" for name in ("dpo", "ipo") for beta in BETAS}
-    return {"base (praise alone)": "base", "SFT": "sft", "PPO": "ppo"} | tuned
-
-
-def judge(folder: Path, reward: list[Any], seed: int) -> None:
-    """Evaluate each model by the true reward and the reward model, with its KL to the SFT model."""
-    sampling = {"samples": PROMPTS, "max_new_tokens": LONGEST, "dtype": "float32", "seed": seed}
-    settings = {"prompts.dataset": folder / "prompts.jsonl", "reward": reward, "reference": folder / "sft" / "policy"}
-    for run in models().values():
-        model = folder / run if run == "base" else folder / run / "policy"
-        step(folder / f"{run}.json", "evaluate", sampling | settings, str(model))
+    return ({} if world else {"base (praise alone)": "base"}) | {"SFT": "sft", "PPO": "ppo"} | tuned
 
 
 def step(target: Path, command: str, settings: Mapping[str, Any], *arguments: str) -> None:
@@ -146,22 +152,32 @@ def build_base(folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_rows(folder: Path, seed: int) -> None:
-    """Write prompts with completions of both tastes, as many of each, and prompts alone."""
+def write_answers(folder: Path, seed: int) -> list[str]:
+    """Write prompts with completions of both tastes, as many of each; returns the prompts of others."""
     from demo.grammar import reviews
 
     drawn = reviews(4 * ANSWERS, 200 + seed)
     blame, praise = ([review.text for review in drawn if review.positive is taste] for taste in (False, True))
     rows = [text.split(" ", LEAD) for text in (*blame[: ANSWERS // 2], *praise[: ANSWERS // 2])]
     random.Random(seed).shuffle(rows)
-    answers = [{"prompt": " ".join(words[:LEAD]), "completion": " " + words[LEAD]} for words in rows]
-    starts = sorted({" ".join(text.split(" ", LEAD)[:LEAD]) for text in praise[ANSWERS:]})
+    answers = ({"prompt": " ".join(words[:LEAD]), "completion": f" {words[LEAD]}"} for words in rows)
+    write_lines(folder / "answers.jsonl", answers)
+    return [" ".join(text.split(" ", LEAD)[:LEAD]) for text in praise[ANSWERS:]]
+
+
+def write_prompts(folder: Path, prompts: Iterable[str], seed: int) -> None:
+    """Write the prompts of all stages, and a third of the different ones apart, for the test of the reward model."""
+    starts = sorted(set(prompts))
     random.Random(seed).shuffle(starts)
     held, trained = starts[: len(starts) // 3], starts[len(starts) // 3 :]
-    prompts = [{"prompt": start} for start in (trained * -(-PROMPTS // len(trained)))[:PROMPTS]]
-    other = [{"prompt": start} for start in (held * -(-TRUE_PAIRS // len(held)))[:TRUE_PAIRS]]
-    for name, lines in (("answers", answers), ("prompts", prompts), ("other-prompts", other)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    for name, part, number in (("other-prompts", held, TRUE_PAIRS), ("prompts", trained, PROMPTS)):
+        write_lines(folder / f"{name}.jsonl", ({"prompt": start} for start in islice(cycle(part), number)))
+
+
+def write_lines(file: Path, rows: Iterable[Mapping[str, str]]) -> None:
+    """Write a file of rows, unless it is there."""
+    if not file.is_file():
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def tested(reward_model: Path, pairs: Path) -> dict[str, Any]:
@@ -211,15 +227,27 @@ COLUMNS = {
 }
 
 
-def outcome(folders: Sequence[Path]) -> str:
+def outcome(folders: Mapping[int, Path], models: Mapping[str, str]) -> dict[str, dict[int, dict[str, list[float]]]]:
+    """The metrics of each model and, on right pairs, of the reward model, by seed."""
+    found = {
+        label: {
+            seed: {name: [row[name]] for name in COLUMNS.values() if name in row}
+            for seed, row in ((seed, read(folder, run)) for seed, folder in folders.items())
+        }
+        for label, run in models.items()
+    }
+    tests = {seed: json.loads((folder / "reward-model.json").read_text()) for seed, folder in folders.items()}
+    return found | {"reward model": {seed: {"accuracy": [test["accuracy"]]} for seed, test in tests.items()}}
+
+
+def as_table(found: Mapping[str, Mapping[int, Mapping[str, Sequence[float]]]]) -> str:
     """The table of outcomes: mean over seeds, and a 95 % interval of the mean by Student's t."""
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for label, run in models().items():
-        metrics = [read(folder, run) for folder in folders]
-        cells = [interval([row.get(name, float("nan")) for row in metrics]) for name in COLUMNS.values()]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    tests = [json.loads((folder / "reward-model.json").read_text()) for folder in folders]
-    accuracy = interval([test["accuracy"] for test in tests])
+    for label, runs in found.items():
+        if label != "reward model":
+            cells = [interval([row.get(name, [float("nan")])[0] for row in runs.values()]) for name in COLUMNS.values()]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    accuracy = interval([row["accuracy"][0] for row in found["reward model"].values()])
     return "\n".join([*lines, "", f"Reward model: accuracy {accuracy} on pairs labelled without noise.", ""])
 
 
@@ -254,7 +282,7 @@ def draw(folders: Sequence[Path], out: Path) -> None:
         found = json.loads((folder / "reward-model.json").read_text())["calibration"]
         calibration.plot([x["chance"] for x in found], [x["happened"] for x in found], "o-", color="C3", alpha=0.6)
     calibration.plot([0, 1], [0, 1], color="grey", linestyle=":")
-    for axes, title in ((gold, "true reward: P(NEGATIVE)"), (proxy, "reward model")):
+    for axes, title in ((gold, "true reward"), (proxy, "reward model")):
         axes.set(xlabel="KL to the SFT model, nats per completion", title=title)
     calibration.set(
         xlabel="predicted chance that the first is better", ylabel="share", title="reward model, calibration"
