@@ -16,6 +16,7 @@ from findings_claims import (
     CHANGE_CLAIMS,
     LADDER,
     LAMBDA_CLAIMS,
+    PATH_CLAIMS,
     PATHS,
     RECIPE_CLAIMS,
     RESAMPLED,
@@ -51,6 +52,7 @@ from findings_measures import (
     Studies,
     Study,
     at_kl,
+    at_ppos_kl,
     audited,
     average,
     by_world,
@@ -314,6 +316,17 @@ def tables(found: Studies) -> dict[str, str]:
     }
     steps = [pair[::-1] for path in PATHS for pair in pairwise(path)]
     lambdas_run, changes, recipes = by_lambda(found), found.get("changes", {}), recipes_by_world(found)
+    paths = by_change({world: at_ppos_kl(study) for world, study in found.get("whole-path", {}).items()})
+    path_columns = {
+        "true reward": (first, "reward/gold"),
+        "reward model": (first, "reward/proxy"),
+        "fluency": (first, "reward/fluency"),
+        "KL to SFT, nats": (first, "kl"),
+        "distinct texts": (first, "distinct"),
+        "distinct pairs of tokens": (first, "distinct_2"),
+        "length": (first, "length"),
+        "accuracy": (first, "accuracy"),
+    }
     in_recipes = {
         "reward, mean of all iterations": (whole, "reward"),
         "reward at the end": (end, "reward"),
@@ -403,6 +416,8 @@ def tables(found: Studies) -> dict[str, str]:
         "claims-changes": claims_by_place(by_change(changes), CHANGE_CLAIMS) if changes else NOT_RUN,
         "recipes": table(by_world(recipes), in_recipes) if recipes else NOT_RUN,
         "claims-recipes": claims_by_place(recipes, RECIPE_CLAIMS) if recipes else NOT_RUN,
+        "claims-whole-path": claims_by_place(paths, PATH_CLAIMS) if paths else NOT_RUN,
+        "whole-path": table(by_world(paths), path_columns) if paths else NOT_RUN,
         "scaling": table(
             found["scaling"],
             {

@@ -15,6 +15,7 @@ from findings_measures import (
     Study,
     early,
     end,
+    first,
     gained,
     judged,
     lately,
@@ -32,17 +33,6 @@ LADDER = ("ppo", "value-pretraining", "decoupled", "length-adaptive", "clip-high
 LADDER += ("groups",)
 """Rungs of the study `reasoning-ladder`."""
 STEPS = {
-    "in episodes of three sentences, credit by turn beats credit by token": (
-        whole,
-        [("turns-sentences: turn-gae", "turns-sentences: token-gae", "reward")],
-    ),
-    "GAE beats group-relative credit and leave-one-out there": (
-        whole,
-        [
-            (f"turns-sentences: {gae}", f"turns-sentences: {other}", "reward")
-            for gae, other in product(("token-gae", "turn-gae"), ("group-relative", "leave-one-out"))
-        ],
-    ),
     "in the write-up's set-up, a lower coefficient with more entropy learns faster": ("base", "kl_ent"),
     'then "really" left out, lower learning rates and a temperature of 1.1 each learn faster': (
         "kl_ent",
@@ -141,8 +131,36 @@ RECIPE_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
         whole,
         [("write-up: base", "write-up: orthogonal-head", "value_loss")],
     ),
+    "in episodes of three sentences, credit by turn beats credit by token": (
+        whole,
+        [("turns-sentences: turn-gae", "turns-sentences: token-gae", "reward")],
+    ),
+    "GAE beats group-relative credit and leave-one-out there": (
+        whole,
+        [
+            (f"turns-sentences: {gae}", f"turns-sentences: {other}", "reward")
+            for gae, other in product(("token-gae", "turn-gae"), ("group-relative", "leave-one-out"))
+        ],
+    ),
 }
 """Claims on variants of other studies, for each world."""
+PATH_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
+    "at PPO's KL, PPO earns more of the true reward than DPO and IPO": (
+        first,
+        [("PPO", f"{loss} at PPO's KL", "reward/gold") for loss in ("DPO", "IPO")],
+    ),
+    "and more of the reward model's": (
+        first,
+        [("PPO", f"{loss} at PPO's KL", "reward/proxy") for loss in ("DPO", "IPO")],
+    ),
+    "its texts are likelier under the SFT model": (
+        first,
+        [("PPO", f"{loss} at PPO's KL", "reward/fluency") for loss in ("DPO", "IPO")],
+    ),
+    "and more alike": (first, [(f"{loss} at PPO's KL", "PPO", "distinct_2") for loss in ("DPO", "IPO")]),
+    "where IPO goes furthest, the true reward falls": (first, [("IPO, β 0.1", "IPO, β 0.02", "reward/gold")]),
+}
+"""Claims on preferences, for each world."""
 WORLDS = {"builtin": "built-in reviews", "trec": "questions", "subj": "film sentences"}
 
 

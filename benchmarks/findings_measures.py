@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,23 @@ def by_world(worlds: Mapping[str, Any]) -> Study:
         for variant, runs in study.items()
         if variant != "limit"
     }
+
+
+def at_ppos_kl(study: Study) -> Study:
+    """A study of the whole path, with DPO and IPO at the KL at which each seed's PPO ends.
+
+    Each figure lies on a line between the SFT model and the runs of each β; a seed whose runs all end below PPO's KL
+    has none.
+    """
+    found: dict[str, dict[str, Run]] = {}
+    for loss, (seed, ppo) in product(("DPO", "IPO"), study["PPO"].items()):
+        path = [runs[seed] for name, runs in study.items() if name == "SFT" or name.startswith(loss)]
+        path.sort(key=lambda run: run["kl"][0])
+        at, kls = ppo["kl"][0], [run["kl"][0] for run in path]
+        found.setdefault(f"{loss} at PPO's KL", {})[seed] = {
+            name: [float(np.interp(at, kls, [run[name][0] for run in path]))] if at <= kls[-1] else [] for name in ppo
+        }
+    return {**study, **found}
 
 
 def weighted(runs: Sequence[Run], at: int) -> float:

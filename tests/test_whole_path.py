@@ -66,9 +66,10 @@ def test_each_stage_hands_over_to_the_next(path, tmp_path, capsys):
         "prompts.text": ["This movie was", "I", "The"],
     }
     (tmp_path / "world.json").write_text(json.dumps(world))
-    path.main(["--seeds", "1", "--out", str(tmp_path / "there"), "--world", str(tmp_path)])
+    kept = tmp_path / "kept.json"
+    path.main(["--seeds", "1", "--out", str(tmp_path / "there"), "--world", str(tmp_path), "--keep", str(kept)])
     assert path.begun == ["pairs", "pairs", "reward-model", "pairs", "train", "dpo", "dpo", *["evaluate"] * 4]
-    there = json.loads((tmp_path / "there" / "outcome.json").read_text())
+    there = json.loads(kept.read_text())[tmp_path.name]
     assert there["SFT"]["1"]["kl"] == [pytest.approx(0, abs=1e-4)]
     assert 0 <= there["reward model"]["1"]["accuracy"][0] <= 1
 

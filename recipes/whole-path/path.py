@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument("--out", type=Path, default=Path("runs/whole-path"), help="folder of all runs")
     parser.add_argument("--world", type=Path, help="folder of a world of real sentences")
+    parser.add_argument("--keep", type=Path, help="file to add the outcome to, by world")
     args = parser.parse_args(argv)
     world = json.loads((args.world / "world.json").read_text()) if args.world else {}
     seeds = range(1, args.seeds + 1)
@@ -57,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         walk(args.out / f"seed-{seed}", seed, world)
     folders = {seed: args.out / f"seed-{seed}" for seed in seeds}
     found = outcome(folders, models(world))
-    (args.out / "outcome.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    if args.keep is not None:
+        kept = json.loads(args.keep.read_text(encoding="utf-8")) if args.keep.is_file() else {}
+        kept[args.world.name if args.world else "builtin"] = found
+        args.keep.write_text(json.dumps(kept, separators=(",", ":")).replace('},"', '},\n"') + "\n", encoding="utf-8")
     table = as_table(found)
     (args.out / "outcome.md").write_text(table, encoding="utf-8")
     print(table)

@@ -87,6 +87,17 @@ def test_the_reward_at_a_kl_is_that_of_the_first_three_iterations_there():
     assert math.isnan(measures.at_kl(run, "2"))
 
 
+def test_dpo_at_ppos_kl_lies_between_its_runs():
+    def model(kl, gold):
+        return {"1": {"kl": [kl], "reward/gold": [gold]}}
+
+    study = {"SFT": model(0, 0.2), "PPO": model(4.5, 0.7), "DPO, β 0.1": model(6, 0.8), "DPO, β 0.5": model(3, 0.4)}
+    found = measures.at_ppos_kl(study | {"IPO, β 0.5": model(4, 0.6)})
+    assert found["DPO at PPO's KL"]["1"] == {"kl": [4.5], "reward/gold": [pytest.approx(0.6)]}
+    assert found["IPO at PPO's KL"]["1"]["reward/gold"] == [], "no run went so far"
+    assert found["PPO"] == study["PPO"]
+
+
 def test_runs_beside_trl_are_judged_in_each_world():
     def runs(height):
         return {str(seed): {"reward": [height + seed / 100] * 40, "kl": [1.0] * 40} for seed in range(3)}
