@@ -94,6 +94,7 @@ def test_a_broken_line_of_jsonl_is_named(write):
         ("rows.csv", "prompt,answer\na,1\nb\n", r"rows\.csv, line 3: 1 fields under 2 column names"),
         ("rows.csv", "prompt,prompt\na,1\n", r"rows\.csv, line 1: a column name occurs twice"),
         ("rows.csv", 'prompt\n"a"b\n', r"rows\.csv, line 2: ',' expected after '\"'"),
+        ("rows.csv", "prompt\n" + "a" * 140_000, r"line 2: field larger than .*; save the data as JSONL"),
         ("rows.parquet", b"PAR1 or not", r"rows\.parquet: cannot read this as a Parquet file"),
         ("rows.jsonl", '{"prompt": %s}' % ("1" * 5000), r"rows\.jsonl, line 1: Exceeds the limit"),
         ("rows.json", "[" * 100_000, r"rows\.json, line 1: maximum recursion depth exceeded"),

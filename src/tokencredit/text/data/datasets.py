@@ -162,7 +162,8 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
             else:
                 rows.append(dict(zip(header, fields, strict=True)))
     except csv.Error as error:
-        raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
+        advice = "; save the data as JSONL" * str(error).startswith("field larger")
+        raise ConfigError(f"{path}, line {reader.line_num}: {error}{advice}") from error
     return rows
 
 
