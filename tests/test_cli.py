@@ -242,6 +242,10 @@ def test_print_config_explains_every_key_and_nothing_else(command, capsys):
     assert settings["kl"]["coef"] == 0.5
     assert settings["reward"][0]["label"] == "NEGATIVE"
     assert [*settings] == [item.name for item in fields(PPOConfig)]
+    assert text.startswith("# yaml-language-server: $schema=tokencredit-train.schema.json\n")
+    with pytest.raises(SystemExit):
+        main(["chat", "x", "--print_config"])
+    assert "schema" not in capsys.readouterr().out, "there is none of its options"
 
 
 def test_help_and_mistakes_import_nothing_heavy():

@@ -49,7 +49,7 @@ FIRST_KEYS: dict[type, tuple[str, ...]] = {
     DPOConfig: (*OFFLINE_MODEL, "data.chosen", "data.rejected", "dpo.loss", "dpo.beta", *OFFLINE_RUN),
 }
 """The keys that people change first, by configuration."""
-PATHS = ("run", "runs", "model", "file", "pairs", "resume", "beside", "against", "out", "export", "server_folder")
+PATHS = ("run", "runs", "model", "file", "pairs", "resume", "beside", "against", "out", "export")
 """Options that hold paths."""
 
 
@@ -131,7 +131,7 @@ class Parser(argparse.ArgumentParser):
         if self.kind is not None:
             self._read_settings(options)
             if options.print_config:
-                print(commented_yaml(build(self.kind, options.settings), self.command), end="")
+                print(commented_yaml(build(self.kind, options.settings)), end="")
                 raise SystemExit(0)
         return options
 

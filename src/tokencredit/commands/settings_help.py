@@ -19,6 +19,7 @@ from tokencredit.errors import ConfigError, pages_by_title
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.fields import Setting, hints_of, options_of, settings_of, wanted_of
 from tokencredit.settings.reader import dump_yaml
+from tokencredit.settings.run_kind import RUN_KINDS
 
 MIN_WIDTH, MAX_WIDTH = 60, 120
 """Width of texts in characters, within which it follows the terminal's."""
@@ -80,11 +81,12 @@ def table(rows: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def commented_yaml(config: Any, name: str) -> str:
-    """A configuration as a YAML file with the meaning of each key; its first line names the schema for editors."""
+def commented_yaml(config: Any) -> str:
+    """A configuration as a YAML file with the meaning of each key; a run's first line names the schema for editors."""
     summary = textwrap.wrap(" ".join(str(config.__doc__).split()), MAX_WIDTH - 2)
-    head = [f"yaml-language-server: $schema=tokencredit-{name}.schema.json", *summary]
-    return "\n".join([*(f"# {line}" for line in head), *_commented(config, "")]) + "\n"
+    commands = [run_kind.command for run_kind in RUN_KINDS.values() if run_kind.config is type(config)]
+    head = [f"yaml-language-server: $schema=tokencredit-{command}.schema.json" for command in commands]
+    return "\n".join([*(f"# {line}" for line in [*head, *summary]), *_commented(config, "")]) + "\n"
 
 
 def _commented(config: Any, indent: str) -> Iterator[str]:
@@ -144,7 +146,7 @@ def _option_schema(option: Any, limits: Mapping[str, float]) -> dict[str, Any]:
         return {"type": "string", "pattern": ":"}
     if get_origin(option) is list:
         (element,) = get_args(option)
-        terms = {"anyOf": [_object(term, name) for name, term in KINDS.items()]}
-        return {"type": "array", "items": terms if is_dataclass(element) else _schema(element, {})}
+        terms = [_object(term, name) for name, term in KINDS.items() if is_dataclass(element)]
+        return {"type": "array", "items": {"anyOf": terms} if terms else _schema(element, {})}
     ranges = {SCHEMA_LIMITS[word]: limit for word, limit in limits.items()} if option in (int, float) else {}
     return {"type": SCHEMA_TYPES.get(option, "object"), **ranges}
