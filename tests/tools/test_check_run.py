@@ -56,6 +56,13 @@ def test_all_that_is_wrong_is_listed(tmp_path, capsys, monkeypatch):
     assert f"{len(failed)} of these must be changed before this run can start" in errors
 
 
+def test_what_was_found_is_listed_before_a_refusal_that_ends_the_check(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("python: {reward_funcs: f}\n")
+    code, lines, errors = listed(capsys, "--config", tmp_path / "run.yaml", "--rollout.per_prompt", "3")
+    assert (code, [text.split(";")[0] for _, _, text in lines]) == (2, ["rollout.per_prompt is 3"])
+    assert "was given as an object of Python" in errors
+
+
 def test_a_reward_that_fails_is_an_error_and_the_others_are_called(tmp_path):
     def broken(completions):
         raise ValueError("bad")

@@ -61,6 +61,8 @@ def check_run(options: Options) -> None:
             given = dict(leaves(options.settings))
             named = [key for key in given if re.search(rf"(?<![\w.]){re.escape(key)}\b", str(error))]
             if not named:
+                for text in refused[:-1]:
+                    print(f"{'error':<8} {'settings':<9} {visible(text)}")
                 raise
             options.settings = grouped(PPOConfig, [x for x in given.items() if x[0] not in named])
 
