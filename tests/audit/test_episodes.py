@@ -11,7 +11,7 @@ from helpers.configs import quiet
 from helpers.files import read_events, read_metrics
 from helpers.proofs import proofs
 from helpers.words import END, PROMPT, WORTH, model, tokenizer
-from tokencredit.errors import RunStopped
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.data import EnvironmentConfig
 from tokencredit.settings.model import ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
@@ -236,6 +236,8 @@ def test_an_environment_that_answers_otherwise_is_refused_in_a_line_and_training
 def test_a_run_with_an_environment_is_audited_in_training_and_afterwards(tmp_path):
     trainer = trainer_of(tmp_path, audit=AuditConfig(every=2, completions=8, continuations=4))
     trainer.train()
+    with pytest.raises(ConfigError, match="settings is 'x'; it must be an AuditConfig"):
+        trainer.audit("x")
     assert {"audit/noise", "audit/explained_variance"} <= read_metrics(tmp_path)[-1].keys()
     audit = trainer.audit(replace(trainer.args.audit, completions=8))
     [sample, *_] = audit["samples"]

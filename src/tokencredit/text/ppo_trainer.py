@@ -28,7 +28,7 @@ from tokencredit.runs.folder import read_choices
 from tokencredit.runs.loop import Iteration, State, as_trained, run
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import Summary
-from tokencredit.settings.fields import require_config
+from tokencredit.settings.fields import check_value, require_config
 from tokencredit.settings.foreign_names import refuse_arguments
 from tokencredit.settings.run_kind import TEXT, refuse_python
 from tokencredit.settings.text import PPOConfig
@@ -210,6 +210,7 @@ class PPOTrainer(LoopByHand):
         """
         if self.handed_scores is not None:
             raise ConfigError(f"no audit: it needs a reward: {NO_REWARD}")
+        check_value("settings", settings, AuditConfig | None, {})
         as_trained(self)
         audit = self.auditor.beside(estimator).write(self.record, settings)
         write_final_report(self.record)

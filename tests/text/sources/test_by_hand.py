@@ -168,8 +168,10 @@ def test_completions_of_elsewhere_are_those_of_the_policy(tmp_path):
 MISTAKES = {
     "got no scores": lambda trainer, batch: trainer.learn(batch),
     "returned 2 numbers for 3 completions": lambda trainer, batch: trainer.learn(batch, [0.0, 1.0]),
+    "scores are None for all completions": lambda trainer, batch: trainer.learn(batch, [None] * 3),
     "must be a number": lambda trainer, batch: trainer.learn(batch, ["good"] * 3),
     "it must come from sample": lambda trainer, batch: trainer.learn(batch.completions, [0.0] * 3),
+    "batch is None; it must come from": lambda trainer, batch: trainer.score(None),
     "max_new_tokens is 9; it must be 1 to 8": lambda trainer, batch: trainer.sample(PROMPTS, max_new_tokens=9),
     "max_new_tokens is 'x'; it must be": lambda trainer, batch: trainer.sample(PROMPTS, max_new_tokens="x"),
     "max_new_tokens is True; it must be": lambda trainer, batch: trainer.sample(PROMPTS, max_new_tokens=True),
@@ -215,6 +217,9 @@ def test_a_mistake_is_said_and_the_loop_goes_on(tmp_path):
     assert math.isnan(trainer.learn(batch, [math.nan] * 3)["reward"]), "of a batch that was skipped"
     trainer.learn(batch, torch.zeros(3))
     assert trainer.close()["iterations"] == 2
+    with pytest.raises(ConfigError, match="has ended"):
+        trainer.learn(batch, [0.0] * 3)
+    assert trainer.handed_scores.scores is None
 
 
 def test_adopted_completions_without_log_probs_are_the_policys_and_need_no_correction(tmp_path):

@@ -69,6 +69,12 @@ def flat_tensors(name: str, rows: Any) -> list[Tensor]:
     return tensors
 
 
+def require_batch(batch: Any) -> None:
+    """Raise `ConfigError` for anything but a batch."""
+    if not isinstance(batch, Batch):
+        raise ConfigError(f"batch is {quoted(batch)}; it must come from sample, adopt or score")
+
+
 class LoopByHand(Trainer):
     """A trainer whose iterations may be done by hand.
 
@@ -192,6 +198,7 @@ class LoopByHand(Trainer):
 
         `total_scores()` of it are the scores, `[completions]`.
         """
+        require_batch(batch)
         with self._running():
             return self.scored(self._by_current_policy(batch))
 
@@ -209,8 +216,7 @@ class LoopByHand(Trainer):
             RunStopped: as in `train`.
         """
         given = self.handed_scores
-        if not isinstance(batch, Batch):
-            raise ConfigError(f"batch is {quoted(batch)}; it must come from sample, adopt or score")
+        require_batch(batch)
         if scores is not None and given is None:
             names = ", ".join(term.name for term in self.pipeline.terms)
             raise ConfigError(
@@ -223,11 +229,11 @@ class LoopByHand(Trainer):
             self._check_scores(batch, scores)
             given.scores = scores
         self.last = None
-        with self._running():
-            self.handed = self._by_current_policy(batch)
-            own, self.rows = self._rows_of(len(batch.completions))
-            self.credit.first = own.start
         try:
+            with self._running():
+                self.handed = self._by_current_policy(batch)
+                own, self.rows = self._rows_of(len(batch.completions))
+                self.credit.first = own.start
             self._advance()
         finally:
             self.handed = None
@@ -404,11 +410,13 @@ class LoopByHand(Trainer):
         return replace(drawn, updates=len(self.record.history))
 
     def _check_scores(self, batch: Batch, scores: Any) -> None:
-        """Raise `ConfigError` unless there is a score for each completion."""
+        """Raise `ConfigError` unless there is a score for each completion, and not None for all in all processes."""
         reward, lengths = HandedScores(), batch.rollout.mask.sum(1).tolist()
         reward.scores = scores
         terms = [Term("scores", 1.0, reward, retries=0)]
         try:
-            score(terms, batch.prompts.questions(), batch.answers(), {}, lengths, finite=False)
+            given = score(terms, batch.prompts.questions(), batch.answers(), {}, lengths, finite=False)
         except RunStopped as error:
             raise ConfigError(str(error)) from error
+        if not self.processes.any(any(value is not None for value in given.terms["scores"])):
+            raise ConfigError("scores are None for all completions; give a number for at least one")
