@@ -253,6 +253,13 @@ def test_the_configuration_is_followed(tokenizer, tmp_path):
     assert load_prompts(texts, tokenizer, seed=1, limit=None).batch(0, 20).texts != texts.text
 
 
+def test_a_template_is_for_rows_and_texts_stay_as_they_are(tokenizer):
+    config = PromptsConfig(template="{{ question }} was")
+    held_out = load_prompts(replace(config, text="A film"), tokenizer, seed=1, limit=None, group="eval")
+    rows = load_prompts(config, tokenizer, seed=1, limit=None, dataset=[{"question": "It"}])
+    assert held_out.batch(0, 1).texts + rows.batch(0, 1).texts == ["A film", "It was"]
+
+
 def test_dropped_prompts_are_reported(tokenizer):
     config = PromptsConfig(text=["A", "This movie was really not what I had expected"], overlong="drop", max_length=4)
     note = load_prompts(config, tokenizer, seed=1, limit=9).dropped()

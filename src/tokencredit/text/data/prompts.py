@@ -130,7 +130,7 @@ class Prompts:
         if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
             texts = [{self.column: text} for text in texts]
         self.rows: Rows = texts
-        if config.template is not None:
+        if config.template is not None and name is not None:  # texts have no other columns
             self.rows = self._filled(config.template)
         self.pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
         self.other_columns, self.conversational = self._columns()
