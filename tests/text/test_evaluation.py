@@ -14,7 +14,7 @@ from helpers.models import SHAPE, random_lm
 from tokencredit.cli import main
 from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError
-from tokencredit.settings.data import PromptsConfig
+from tokencredit.settings.data import EvaluationEnvironment, PromptsConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_kind import ModelSource, read_config, read_source
@@ -61,6 +61,14 @@ def test_a_temperature_undoes_greedy_evaluations_of_the_run():
     assert EvaluateOptions().configure(source).rollout.top_k == 1
     warm = EvaluateOptions(temperature=0.7).configure(source)
     assert (warm.rollout.temperature, warm.rollout.top_k) == (0.7, None)
+
+
+def test_another_environment_keeps_the_rows_of_episodes_and_drops_those_of_texts():
+    rows = {"prompts.dataset": "train.jsonl", "prompts.shuffle": False, "eval.dataset": "test.jsonl"}
+    asked = EvaluateOptions(env=EvaluationEnvironment(factory="builtin:calculator"))
+    for own, kept in (({"env.factory": "builtin:grid"}, True), ({}, False)):
+        config = asked.configure(ModelSource("run", PPOConfig.from_dict(rows | own), scored=True))
+        assert (config.prompts.shuffle, config.eval.dataset) == ((False, "test.jsonl") if kept else (None, None))
 
 
 def test_the_kl_of_the_base_model_to_itself_is_0(run):

@@ -143,7 +143,7 @@ class PromptedOptions(SamplingOptions):
     def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
         """As `SamplingOptions.configure`, with the prompts that are given."""
         config = super().configure(source, no_code)
-        if not self.given("prompts"):
+        if self.prompts == PromptsConfig():
             return config
         training_prompts = replace(config.eval, text=None, dataset=None, split="train")
         return replace(config, prompts=self.prompts, eval=training_prompts)
@@ -223,6 +223,10 @@ class EvaluateOptions(ScoringOptions):
         played = replace(run, env=self.env.within(run.env), tools=self.tools or run.tools)
         if not played.several_turns():
             refuse_unused(self, rows=())  # limits of no environment
+        if self.env.factory is not None and not (run.several_turns() or run.python.keys() & FROM_PYTHON["env"]):
+            # Prompts of texts are no rows of an environment.
+            held_out = replace(run.eval, text=None, dataset=None, split="train")
+            played = replace(played, prompts=PromptsConfig(), eval=held_out)
         config = super().configure(replace(source, config=played), no_code)
         sizes: dict[str, Any] = {
             "samples": self.samples or config.eval.samples,
