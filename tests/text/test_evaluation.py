@@ -134,6 +134,8 @@ def test_any_model_is_evaluated_as_a_runs_policy_is(run, model_folders, tmp_path
 
 def test_the_kl_to_the_same_model_is_0_and_to_another_is_not(model_folders, capsys):
     bare = ["evaluate", str(model_folders["llama"]), "--reward", LENGTH, *BARE]
+    told = refused(capsys, *bare[:-4], "--min_new_tokens", "30")
+    assert told == "min_new_tokens is 30; it must be at most max_new_tokens, 24"
     assert main(bare) == 0
     assert "kl" not in figures(capsys)
     assert main([*bare, "--reference", str(model_folders["llama"])]) == 0
@@ -228,6 +230,12 @@ def test_a_missing_critic_is_refused(run, tmp_path):
     (tmp_path / "copy" / "critic" / "value_head.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"has no critic, though critic\.kind of the run is separate"):
         load(tmp_path / "copy")
+    base = load(folder, "base")
+    assert "no critic" in repr(base)
+    with pytest.raises(
+        ConfigError, match=r"no trained critic here, and critic\.kind is separate; the policy/ and best/"
+    ):
+        base.values(" good", "A film")
     assert evaluate_source(read_source(str(tmp_path / "copy"))), "it needs none"
 
 

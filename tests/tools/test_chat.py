@@ -15,8 +15,7 @@ from tokencredit.settings.run_kind import read_source
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.chat import Speaker, answer, chat, load_speaker, show
 from tokencredit.tools.load_run import load
-from tokencredit.tools.scoring_options import SamplingOptions
-from tokencredit.tools.trained_policy import LONGEST
+from tokencredit.tools.scoring_options import LONGEST, SamplingOptions
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,14 @@ def test_ids_are_those_of_the_completions(capsys):
     assert policy.tokenizer.batch_decode(ids, skip_special_tokens=True) == texts
     shown = printed(capsys, "builtin:reviews", "--prompts.text", '["The film was", "I had"]', "--ids", *FLAGS)
     assert [json.loads(line) for line in shown] == ids
+    shown = printed(capsys, "builtin:reviews", "--prompt", "I had", "--ids", "--min_new_tokens", "30")
+    assert 30 <= len(json.loads(shown[0])) <= 64, "at most half of the context"
+
+
+def test_each_prompt_of_a_data_set_is_completed_in_its_order(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{number} films"}}\n' for number in range(6)))
+    shown = printed(capsys, "builtin:reviews", "--prompts.dataset", str(tmp_path / "rows.jsonl"), *FLAGS)
+    assert [line[:7] for line in shown if line[1:7] == " films"] == [f"{number} films" for number in range(6)]
 
 
 def test_prompts_come_from_standard_input_line_by_line(capsys, monkeypatch, chat_model):
@@ -145,6 +153,8 @@ def test_loading_draws_nothing_from_the_global_generators(run):
     ("options", "message"),
     [
         ({"n": 0}, "n is 0; it must be at least 1"),
+        ({"n": 2.5}, "n is 2.5; it must be a whole number"),
+        ({"seed": "x"}, "seed is 'x'; it must be a whole number"),
         ({"temperature": -1.0}, "temperature is -1.0; it must be at least 0"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ({"topk": 3}, r"unknown key topk; did you mean top_k\?"),
@@ -160,6 +170,25 @@ def test_a_text_longer_than_the_context_is_refused(run):
         load(run[0]).logprobs("really " * 500, "The film was")
     with pytest.raises(ConfigError, match="'' has no token to score"):
         load(run[0]).values("", "The film was")
+    with pytest.raises(
+        ConfigError, match=r"tokens; at most \d+ fit, by the model's context less max_new_tokens; shorten it$"
+    ):
+        load(run[0]).generate("really " * 500)
+    with pytest.raises(ConfigError, match="text is null; it needs a value"):
+        load(run[0]).logprobs(None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5,), "name is 5; it must be a text"),
+        (("builtin:reviews", "critic"), "which is 'critic'; it must be one of policy, best, base"),
+        (("builtin:reviews", "best"), "which is 'best', and only a run has that; 'builtin:reviews' is a model"),
+    ],
+)
+def test_a_model_that_cannot_be_meant_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(*arguments)
 
 
 def test_several_texts_and_several_conversations_are_prompts(chat_model):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.fields import check_value
 from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import CONTROL, read_config, read_source, run_kind_of
 
@@ -25,11 +26,14 @@ def load(name: str | Path, which: str = "policy") -> Policy | TrainedAgent:
     Raises:
         ConfigError: there is no such model, or the run has no such policy.
     """
+    name = str(name) if isinstance(name, Path) else name
+    check_value("name", name, str, {})
+    check_value("which", which, Literal["policy", "best", "base"], {})
     file = Path(name).expanduser() / "config.yaml"
     if not file.is_file() or run_kind_of(read_yaml(file)) is not CONTROL:
         from tokencredit.tools.trained_policy import Policy
 
-        return Policy(read_source(str(name)), which)
+        return Policy(read_source(name), which)
     if which != "policy":
         raise ConfigError(f"which is {which!r}; the run of an agent has only its 'policy'")
     from tokencredit.control.trained_agent import TrainedAgent

@@ -32,6 +32,8 @@ FLAGS = {
     "env": "--env.factory or --tools",
 }
 """The options that give them, in words."""
+LONGEST = 128
+"""Longest completion of a model without a run of its own, in tokens, unless its context is shorter than two of them."""
 
 
 @dataclass
@@ -84,9 +86,10 @@ class SamplingOptions(Named):
             raise ConfigError(f"min_new_tokens is {self.min_new_tokens}; it must be at most max_new_tokens, {longest}")
         return replace(own, **{"min_new_tokens": min(own.min_new_tokens, longest)} | given)
 
-    def own_sampling(self, config: PPOConfig) -> SamplingConfig:
+    def own_sampling(self, source: ModelSource) -> SamplingConfig:
         """The sampling settings that hold where none are given."""
-        return config.rollout
+        rollout = source.config.rollout
+        return rollout if source.scored else replace(rollout, max_new_tokens=LONGEST)
 
     def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
         """The source's configuration with what is given, for sampling without training.
@@ -99,7 +102,7 @@ class SamplingOptions(Named):
             ConfigError: sampling settings do not go together, or user code is refused.
         """
         config, model = source.config, source.config.model
-        sampling = self.sampling(self.own_sampling(config))
+        sampling = self.sampling(self.own_sampling(source))
         trust = self.trust_remote_code or model.trust_remote_code
         model = replace(model, dtype=self.dtype or model.dtype, trust_remote_code=trust)
         seed = config.seed if self.seed is None else self.seed
@@ -154,7 +157,8 @@ class GenerateOptions(PromptedOptions):
     """Options of `tokencredit generate`."""
 
     n: int | None = setting(None, at_least=1)
-    """Number of completions of each prompt that is given, else of the run's prompts in turn; null for 1 and 5."""
+    """Number of completions of each prompt that is given, in their order, else of the run's prompts in turn; null for 1
+    and 5."""
 
 
 @dataclass
@@ -171,6 +175,10 @@ class ScoringOptions(PromptedOptions):
     def given(self, key: str) -> bool:
         """As `PromptedOptions.given`."""
         return bool(self.reward) if key == "reward" else super().given(key)
+
+    def own_sampling(self, source: ModelSource) -> SamplingConfig:
+        """As `SamplingOptions.own_sampling`; a model by itself is scored as a run is."""
+        return source.config.rollout
 
     def configure(self, source: ModelSource, no_code: bool = False) -> PPOConfig:
         """As `PromptedOptions.configure`, with the rewards that are given.
@@ -234,10 +242,10 @@ class EvaluateOptions(ScoringOptions):
         }
         return replace(config, eval=replace(config.eval, **sizes))
 
-    def own_sampling(self, config: PPOConfig) -> SamplingConfig:
+    def own_sampling(self, source: ModelSource) -> SamplingConfig:
         """The sampling settings of the run's evaluations; a temperature that is given undoes a greedy one."""
-        own = config.evaluation_sampling()
-        return replace(own, top_k=config.rollout.top_k) if self.temperature else own
+        own = source.config.evaluation_sampling()
+        return replace(own, top_k=source.config.rollout.top_k) if self.temperature else own
 
 
 RANKED = "pairs: not unranked"

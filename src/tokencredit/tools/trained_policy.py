@@ -13,14 +13,14 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, quoted
 from tokencredit.runs.summary import count
 from tokencredit.settings.data import PromptsConfig
-from tokencredit.settings.fields import unknown_key
+from tokencredit.settings.fields import check_value, unknown_key
 from tokencredit.settings.parts import label_of
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.run_kind import ModelSource
 from tokencredit.text.batch import Batch
 from tokencredit.text.data.completions import tokenize_after
 from tokencredit.text.data.prefixes import FIT_FILE, fitted_values
-from tokencredit.text.data.prompts import PromptBatch, load_prompts
+from tokencredit.text.data.prompts import PromptBatch, Prompts, load_prompts
 from tokencredit.text.data.rollout import Rollout
 from tokencredit.text.models.critic import critic_folder
 from tokencredit.text.models.model_loading import max_prompt_length
@@ -34,8 +34,6 @@ from tokencredit.tools.scoring_options import SAMPLING, SamplingOptions
 
 Asked = str | Sequence[str] | Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]] | None
 """A text to continue, a conversation, or a list of either."""
-LONGEST = 128
-"""Longest completion of a model without a run of its own, in tokens, unless its context is shorter than two of them."""
 
 
 class Policy:
@@ -48,17 +46,17 @@ class Policy:
         options = options or SamplingOptions()
         self.config, processes = options.configure(source), Processes().alone()
         self.name, self.given = source.name, source.config.python
-        self.critic = (source.run or Path(source.name)) / critic_folder(which)
+        self.critic_folder = (source.run or Path(source.name)) / critic_folder(which)
         played = self.config.several_turns() or bool({"tools", "environment_factory"} & set(self.given))
         self.prompted = source.scored and not played and "train_dataset" not in self.given
         """The run has prompts of its own, which its folder holds."""
         models = load_source(replace(source, config=self.config), which, processes, critic=critic)
         self.pipeline = build_pipeline(self.config, models, [], processes)
         self.model, self.tokenizer = models.policy, models.tokenizer
-        if not source.scored and options.max_new_tokens is None:
-            context = max_prompt_length(self.model.lm, 0)
-            longest = LONGEST if context is None else min(LONGEST, max(context // 2, 1))
-            self.config = replace(self.config, rollout=replace(self.config.rollout, max_new_tokens=longest))
+        context, own = max_prompt_length(self.model.lm, 0), self.config.rollout
+        if not source.scored and options.max_new_tokens is None and context is not None:
+            longest = min(own.max_new_tokens, max(context // 2, 1))
+            self.config = replace(self.config, rollout=options.sampling(replace(own, max_new_tokens=longest)))
 
     def __repr__(self) -> str:
         parameters = count(weights_in(self.model.lm.parameters()))
@@ -80,22 +78,24 @@ class Policy:
         Raises:
             ConfigError: the prompt does not fit into the model's context or has no token, or a setting is refused.
         """
-        if n < 1:
-            raise ConfigError(f"n is {n}; it must be at least 1")
+        check_value("n", n, int, {"at_least": 1})
         if unknown := sampling.keys() - set(SAMPLING):
             raise ConfigError(unknown_key(min(unknown), SAMPLING))
-        settings = SamplingOptions(**sampling).sampling(self.config.rollout)
+        settings = SamplingOptions(seed=seed, **sampling).sampling(self.config.rollout)
         batches = self.complete(self.prompts(prompt, n, settings.max_new_tokens), settings, seed)
         rows: list[Any] = [row for batch in batches for row in (completion_ids(batch) if ids else batch.completions)]
         return rows
 
     def prompts(self, prompt: Asked, n: int, max_new_tokens: int, each: bool = False) -> PromptBatch:
         """A batch of `n` rows of each prompt, or with `each` of the configured ones; else of the run's own in turn."""
-        config, rows = self.config.prompts, None
+        config, limit = self.config.prompts, max_prompt_length(self.model.lm, max_new_tokens)
         if prompt is None:
             if not (self.prompted or each):
                 source = ", which came from Python (train_dataset)" if "train_dataset" in self.given else ""
                 raise ConfigError(f"{self.name!r} does not hold prompts{source}; give a prompt")
+            if each and config.shuffle is None:
+                config = replace(config, shuffle=False)
+            loaded = load_prompts(config, self.tokenizer, seed=self.config.seed, limit=limit)
         else:
             listed: list[Any] = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
             if listed and all(isinstance(message, Mapping) for message in listed):
@@ -107,10 +107,8 @@ class Policy:
             rows = [{"prompt": text if isinstance(text, str) else list(text)} for text in listed]
             kept = {name: getattr(config, name) for name in ("add_bos", "chat_template_kwargs")}
             role = config.role if isinstance(listed[0], str) else None
-            config = PromptsConfig(**kept, role=role, shuffle=False)
-        limit = max_prompt_length(self.model.lm, max_new_tokens)
-        seed = self.config.seed
-        loaded = load_prompts(config, self.tokenizer, seed=seed, limit=limit, dataset=rows, dataset_name="prompt")
+            config = PromptsConfig(**kept, role=role)
+            loaded = Prompts(rows, self.tokenizer, config, name="prompt", keys="", limit=limit)
         each = each or prompt is not None
         return loaded.batch(0, n * len(loaded.kept) if each else n, n if each else 1)
 
@@ -147,12 +145,15 @@ class Policy:
         """The value of the state before each token that `logprobs` scores."""
         if self.model.critic is None:
             kind = label_of(self.config.critic.kind)
-            raise ConfigError(f"critic.kind of this run is {kind}, which has no values of texts outside the run")
+            raise ConfigError(
+                f"{self.name!r} has no trained critic here, and critic.kind is {kind}; the policy/ and best/ of a run "
+                "with critic.kind: shared or separate have one"
+            )
         rollout = self._read(text, prompt)
         with self.pipeline.precision.no_grad():
             values = rollout_values(self.model, rollout, None).float()
         # The critic of a run with scores of prefixes has only what their fit leaves.
-        if (self.critic / FIT_FILE).is_file():
+        if (self.critic_folder / FIT_FILE).is_file():
             if "reward_funcs" in self.given:
                 raise ConfigError(
                     "values of this run need the reward's scores of prefixes, and its reward is from Python"
@@ -162,7 +163,7 @@ class Policy:
             prompts = PromptBatch([prompt], [prompt], *own, {})
             if prompt:  # in the form of the run's, such as a conversation
                 prompts = replace(self.prompts(prompt, 1, 0), ids=own[0], mask=own[1])
-            values = fitted_values(self.critic, terms, prompts, rollout, self.tokenizer, values)
+            values = fitted_values(self.critic_folder, terms, prompts, rollout, self.tokenizer, values)
         numbers: list[float] = values[0].tolist()
         return numbers
 
@@ -172,6 +173,7 @@ class Policy:
 
     def _read(self, text: str, prompt: str) -> Rollout:
         """The text as a rollout of one row; the prompt is tokenized like the run's prompts."""
+        check_value("text", text, str, {})
         if prompt:
             before = self.prompts(prompt, 1, 0).ids[0].tolist()
         elif self.config.prompts.add_bos:

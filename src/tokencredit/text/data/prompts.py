@@ -112,13 +112,13 @@ class Prompts:
             config: the column, the length limit and the tokenization; its sources of rows are not read.
             name: name of the data in messages; None for the texts of the configuration.
             group: configuration group of texts and dataset, in messages.
-            keys: group of the keys of all other settings, in messages.
+            keys: group of the keys of all other settings, in messages; empty for prompts of a call, which has none.
             limit: another limit in tokens beside `config.max_length`.
             seed: seed of the order; None keeps the data's order.
             empty: allow prompts without a token.
         """
         config = config or PromptsConfig()
-        check_prompt_settings(tokenizer, config, keys)
+        check_prompt_settings(tokenizer, config, keys or "prompts")
         self.role = config.role
         self.column, self.add_bos, self.overlong = config.column, config.add_bos, config.overlong
         self.chat_template_kwargs = config.chat_template_kwargs
@@ -245,9 +245,8 @@ class Prompts:
 
     def _fits(self, index: int, text: str, ids: list[int]) -> bool:
         if not ids and not self.empty:
-            raise ConfigError(
-                f"{self._label(index)} is {text!r}, which has no token; write a text or set {self.keys}.add_bos"
-            )
+            setting = f" or set {self.keys}.add_bos" if self.keys else ""
+            raise ConfigError(f"{self._label(index)} is {text!r}, which has no token; write a text{setting}")
         if self.overlong == "truncate" or self.max_length is None or len(ids) <= self.max_length:
             return True
         if self.overlong == "error":
@@ -255,11 +254,13 @@ class Prompts:
         return False
 
     def _too_long(self, index: int, ids: list[int]) -> ConfigError:
-        return ConfigError(
-            f"{self._label(index)} has {len(ids)} tokens; at most {self.max_length} fit, by {self.keys}.max_length or "
-            "by the model's context or ppo.micro_batch_tokens less max_new_tokens; shorten it, or set "
-            f"{self.keys}.overlong to drop or truncate"
-        )
+        limits = "the model's context less max_new_tokens; shorten it"
+        if self.keys:
+            limits = (
+                f"{self.keys}.max_length or by the model's context or ppo.micro_batch_tokens less max_new_tokens; "
+                f"shorten it, or set {self.keys}.overlong to drop or truncate"
+            )
+        return ConfigError(f"{self._label(index)} has {len(ids)} tokens; at most {self.max_length} fit, by {limits}")
 
     def _check(self, index: int, prompt: Any) -> Prompt | Ids:
         """Check that a prompt has the format of the first one, and return it; by `role` as a conversation."""

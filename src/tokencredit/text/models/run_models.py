@@ -317,7 +317,7 @@ def load_source(
     if source.run is not None:
         return load_run_models(source.run, args, which, processes, reference=reference, critic=critic)
     if which != "policy":
-        raise ConfigError(f"--{which} needs a run; {source.name!r} is a model")
+        raise ConfigError(f"which is {which!r}, and only a run has that; {source.name!r} is a model")
     with preserved():
         lm, tokenizer = load_start(args.model)
         precision = choose_precision(args.model.dtype, processes, None)
@@ -359,8 +359,10 @@ def load_run_models(
     # A trained adapter is loaded from its folder, so no new one is made, and nothing is trained here.
     plain = replace(args.model, lora=LoraConfig(), dropout=False, gradient_checkpointing=False, compile=False)
     model = plain if which == "base" else replace(plain, name=str(run / which), adapter="continue")
-    adapted = which == "base" and args.critic.lora.rank  # the base has no adapter beside which the critic's could be
-    values = args.critic if critic and not adapted else CriticConfig(kind="none")
+    values = args.critic if critic else CriticConfig(kind="none")
+    # The base has no adapter beside which the critic's could be, and a new critic has learned nothing yet.
+    if which == "base" and (values.lora.rank or values.init != "saved" or saved_start(values, plain) is None):
+        values = CriticConfig(kind="none")
     if which != "base" and values.ours:
         every = read_choices(run).get("critic.prefix_every", values.prefix_every)
         values = replace(values, name=None, init="saved", prefix_every=every)
