@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
@@ -358,10 +359,22 @@ def test_a_detached_separate_critic_trains_its_head_alone(tmp_path):
 
 def test_a_critic_that_sees_the_future_is_refused(tokenizer, tmp_path):
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    BertModel(BertConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path / "encoder")
+    encoder = BertModel(BertConfig(vocab_size=len(tokenizer), **shape), add_pooling_layer=False)  # nothing reads it
+    encoder.save_pretrained(tmp_path / "encoder")
     tokenizer.save_pretrained(tmp_path / "encoder")
     critic = CriticConfig(kind="separate", name=str(tmp_path / "encoder"))
     with pytest.raises(ConfigError, match=r"the separate critic .*encoder.* is not causal"):
+        PPOTrainer(args=small(tmp_path / "run", critic=critic))
+
+
+def test_a_critic_without_weights_for_a_layer_is_refused(model_folders, tmp_path):
+    """Transformers would draw them at random."""
+    shutil.copytree(model_folders["llama"], tmp_path / "critic")
+    file = tmp_path / "critic" / "model.safetensors"
+    weights = {key: x for key, x in load_file(file).items() if ".layers.0." not in key}
+    save_file(weights, file, metadata={"format": "pt"})
+    critic = CriticConfig(kind="separate", name=str(tmp_path / "critic"))
+    with pytest.raises(ConfigError, match=r"^critic\.name: .* is not a whole model: its weights lack layers\.0\."):
         PPOTrainer(args=small(tmp_path / "run", critic=critic))
 
 

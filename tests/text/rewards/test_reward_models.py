@@ -392,6 +392,14 @@ def test_adapters_are_reward_models_with_a_value_head_beside_them_or_a_score_hea
         model, _ = load(str(tmp_path / name), "cpu")
         model.config.pad_token_id = 0
         assert model(ids).logits[0].tolist() == pytest.approx([expected], abs=1e-4)
+    broken = with_head(tmp_path / "broken", model_folders, heads)
+    own = {key: x for key, x in load_file(broken / "model.safetensors").items() if ".h.0." not in key}
+    save_file(own, broken / "model.safetensors", metadata={"format": "pt"})
+    config = tmp_path / "classifier" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": str(broken)}))
+    for folder in (broken, config.parent):  # a head makes up for itself alone
+        with pytest.raises(ConfigError, match=r"its weights lack transformer\.h\.0\."):
+            load(str(folder), "cpu")
 
 
 @pytest.mark.parametrize("labels", [1, 2])

@@ -293,9 +293,10 @@ def load_model(
     unused = [key for key in loaded["unexpected_keys"] if key.rpartition(".")[0] not in HEADS]
     if unused and kind is AutoModelForCausalLM:
         LOG.warning("weights of %r that its model does not use: %s", name, listed(unused))
-    # Transformers initializes them at random. A trunk alone may lack what is not used, such as a pooler.
-    if loaded["missing_keys"] and kind is AutoModelForCausalLM:
-        raise ConfigError(f"{name!r} is not a causal language model: its weights lack {listed(loaded['missing_keys'])}")
+    # Transformers initializes them at random. No trunk is read through its pooler.
+    if missing := [key for key in loaded["missing_keys"] if not key.startswith("pooler.")]:
+        what = "causal language" if kind is AutoModelForCausalLM else "whole"
+        raise ConfigError(f"{name!r} is not a {what} model: its weights lack {listed(missing)}")
     model = trunk_of(model) if trunk else model
     in_float32(model)
     if sharding is not None:

@@ -289,7 +289,7 @@ def load(
 
 
 def _read_adapter(name: str, folder: str, below: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """A sequence classifier with an adapter merged, and what is missing of it: nothing, or its head."""
+    """A sequence classifier with an adapter merged, and what neither of their weights have, such as its head."""
     with safe_open(cached_file(folder, ADAPTER_WEIGHTS), framework="pt") as weights:
         shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}  # noqa: SIM118
     labels = [shape[0] for key, shape in shapes.items() if key.endswith((".score.weight", ".classifier.weight"))]
@@ -299,7 +299,9 @@ def _read_adapter(name: str, folder: str, below: str, dtype: torch.dtype) -> tup
     load_adapter(model, folder)
     with peft_errors(f"cannot merge the adapter {name!r}"):
         model = attached(model).merge_and_unload()
-    return model, loaded | {"missing_keys": set() if labels else loaded["missing_keys"], "mismatched_keys": set()}
+    own = {key.removeprefix("base_model.model.") for key in shapes}
+    mismatched = {found for found in loaded["mismatched_keys"] if found[0] not in own}
+    return model, loaded | {"missing_keys": set(loaded["missing_keys"]) - own, "mismatched_keys": mismatched}
 
 
 def _make_dense(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -331,7 +333,7 @@ def take_value_head(name: str, model: PreTrainedModel, loaded: dict[str, Any]) -
     model.score, model.config.num_labels = head, 1
     # Classifiers are read before the padding, and a text's end may be the padding token.
     model.config.get_text_config().pad_token_id = None
-    loaded |= {"missing_keys": set(), "mismatched_keys": set()}
+    loaded["missing_keys"] = {key for key in loaded["missing_keys"] if not key.startswith("score.")}
     return f"{layer}.weight of {file}"
 
 
