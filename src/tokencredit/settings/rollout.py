@@ -111,11 +111,14 @@ def check_server(address: str) -> None:
             "rollout.server holds a user name or password, which would be written into the run's files; leave it out, "
             "and give an API key as the environment variable VLLM_API_KEY"
         )
+    import httpx2
+
     try:
+        httpx2.URL(address)
         parts = urlsplit(address)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         good = good and not (parts.query or parts.fragment or parts.path.rstrip("/").endswith("/v1"))
-    except ValueError:  # a port that is no number
+    except (httpx2.InvalidURL, ValueError):  # such as an IP address with a number above 255, or a port that is none
         good = False
     if not good or address.split() != [address]:
         raise ConfigError(f"rollout.server is {address!r}; it must be an address such as http://localhost:8000")
