@@ -63,7 +63,7 @@ class ModelConfig(TunedModelConfig):
 
     compile: bool = False
     """Compile training and scoring passes with `torch.compile`; needs a GPU or a C++ compiler, and about a minute at
-    the start. Sampling is compiled only with `rollout.cache: static`."""
+    the start. Sampling is compiled only with a static cache (`rollout.cache`)."""
 
 
 @dataclass
