@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.models import SHAPE, copy_weights, random_lm
+from tokencredit.errors import ConfigError
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.text.engines import plain_weights as module
 from tokencredit.text.engines.plain_weights import plain_weights, write_weights
@@ -96,6 +97,13 @@ def test_an_adapter_is_merged_and_the_trained_model_stays_as_it_is(adapter, mode
     start = dict(own.state_dict())
     assert any(not torch.equal(weights[name], x) for name, x in start.items()), "the adapter changes the model"
     assert all(torch.equal(x, before[name]) for name, x in policy.lm.named_parameters())
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused_with_a_way_out(model_folders):
+    policy = adapted(model_folders, peft.LoraConfig(r=2, lora_alpha=8, target_modules=["wte"]))  # tied to the head
+    message = r"^cannot merge the model's LORA adapter: .*; rollout\.engine takes over merged weights: set it to local$"
+    with pytest.raises(ConfigError, match=message):
+        plain_weights(policy)
 
 
 def test_the_adapter_of_a_reference_model_takes_no_part(model_folders):

@@ -33,6 +33,9 @@ def plain_weights(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
 
     Weights of a sharded policy that `sharding.gathered` does not hold are gathered one at a time: all processes must
     then iterate in step.
+
+    Raises:
+        ConfigError: the adapter cannot be merged.
     """
     adapter = policy.adapter
     if adapter is None:
@@ -40,7 +43,10 @@ def plain_weights(policy: ActorCritic) -> Iterator[tuple[str, Tensor]]:
     elif adapter.adds and _only_linear(policy.lm, adapter.name):
         tensors = _with_lora(policy.lm, adapter.name)
     else:
-        tensors = iter(merge(deepcopy(policy.lm)).state_dict().items())
+        try:
+            tensors = iter(merge(deepcopy(policy.lm)).state_dict().items())
+        except ConfigError as error:
+            raise ConfigError(f"{error}; rollout.engine takes over merged weights: set it to local") from error
     # Transformers' conversions between the names of a checkpoint and those in memory.
     own = getattr(policy.lm, "_weight_conversions", None)
     if not (get_model_conversion_mapping(policy.lm, add_legacy=False) if own is None else own):

@@ -135,7 +135,7 @@ class VllmServer(Sampler):
         """
         version = next(self.versions)
         self.processes.wait()
-        with self.processes.agreed(EngineFailure):
+        with self.processes.agreed(EngineFailure, ConfigError):
             weights = plain_weights(policy) if self.processes.main or is_sharded(policy.lm) else iter(())
             try:
                 if self.processes.main:
