@@ -27,6 +27,7 @@ from tokencredit.text.batch import Batch, text_metrics
 from tokencredit.text.data.prompts import Prompts
 from tokencredit.text.data.stream import share_of_rows
 from tokencredit.text.data.tasks import Tasks
+from tokencredit.text.engines.requests import LONGER
 from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards.terms import term_metrics
@@ -37,15 +38,15 @@ SEED_OFFSET = 1_000_003
 
 
 def check_evaluation_lengths(args: PPOConfig, pipeline: Pipeline, prompts: Prompts | Tasks) -> None:
-    """Raise `ConfigError` if a vLLM server takes no sequences as long as those of the run's evaluations."""
+    """Raise `ConfigError` if vLLM takes no sequences as long as those of the run's evaluations."""
     longest = pipeline.engine.longest
     if longest is None or not (args.eval.every and isinstance(prompts, Prompts)):
         return
     width, new = prompts.batch(0, args.eval.samples).ids.shape[1], args.evaluation_sampling().max_new_tokens
     if width + new > longest:
         raise ConfigError(
-            f"eval.max_new_tokens is {new}, and prompts of evaluations have up to {width} tokens; rollout.server takes "
-            f"{longest} together: start it with --max-model-len {width + new}, or lower eval.max_new_tokens"
+            f"eval.max_new_tokens is {new}, and prompts of evaluations have up to {width} tokens; rollout.engine takes "
+            f"{longest} together: lower eval.max_new_tokens, or {LONGER.format(width + new)}"
         )
 
 

@@ -8,12 +8,15 @@ from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from tokencredit.errors import RunStopped
 from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.text.data.detokenizer import StopSearch
 from tokencredit.text.models.actor_critic import ActorCritic
 
 SEEDS = 2**31
 """Number of seeds of requests."""
+LONGER = "raise --max-model-len of the server to {} (without one, rollout.engine_memory)"
+"""What lets vLLM take sequences of a length."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,15 @@ class Sampler(Protocol):
         Raises:
             EngineFailure: it cannot.
         """
+
+    def check_lengths(self, requests: Sequence[Request]) -> None:
+        """Raise `RunStopped` if a request is longer than `longest`."""
+        longest = max((len(request.tokens) + request.limit for request in requests), default=0)
+        if self.longest is not None and longest > self.longest:
+            raise RunStopped(
+                f"a prompt and its completion may have {longest} tokens, and rollout.engine {self.name} takes "
+                f"{self.longest}; shorten prompts or max_new_tokens, or {LONGER.format(longest)}"
+            )
 
     def sync(self, policy: ActorCritic) -> None:  # noqa: ARG002
         """Take over the policy's weights (`plain_weights`), and drop all keys and values of earlier ones.

@@ -320,7 +320,7 @@ def test_a_failure_is_one_line_and_the_next_call_works(engine, monkeypatch):
         with pytest.raises(EngineFailure, match=r"^IndexError: list index out of range$"):
             engine.sampler.complete([Request([100, 101], 3, 0, 0)], SamplingConfig(), lambda *_: None)
     assert not core.has_unfinished_requests()
-    with pytest.raises(EngineFailure, match=r"^ValueError: prompt and completion may have 514 tokens, and 512 fit"):
+    with pytest.raises(RunStopped, match=r"^a prompt and its completion may have 514 tokens, and .* takes 512"):
         engine.sampler.complete([Request([100] * 510, 4, 0, 0)], SamplingConfig(), lambda *_: None)
     with pytest.raises(EngineFailure, match=r"^\w+: .*range"):
         engine.sampler.complete([Request([99999], 4, 0, 0)], SamplingConfig(), lambda *_: None)

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tokencredit.errors import ConfigError
+from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.settings.model import ModelConfig
+from tokencredit.settings.rollout import SamplingConfig
 from tokencredit.settings.run_kind import with_engine
 from tokencredit.settings.text import PPOConfig
+from tokencredit.text.engines.requests import Request
 from tokencredit.text.engines.vllm.sampler import VllmSampler
 from tokencredit.text.models.actor_critic import ActorCritic
 from tokencredit.text.models.model_loading import load_language_model
@@ -52,6 +54,7 @@ SERVER = "http://gpu.example:8000/vllm"
         ({"rollout.server": "http://"}, "it must be an address"),
         ({"rollout.server": "http://host:port"}, "it must be an address"),
         ({"rollout.server": "http://a host"}, "it must be an address"),
+        ({"rollout.server": "http://10.0.0.256:8000"}, "it must be an address"),
         ({"rollout.server": "http://host:8000/v1"}, "it must be an address"),
         ({"rollout.server": "http://host?key=1"}, "it must be an address"),
         (
@@ -102,10 +105,18 @@ def test_on_a_gpu_it_sleeps_during_full_passes_and_wakes_what_is_needed():
     assert calls == ["sleep 1", "wake ['weights']", "wake ['kv_cache']"]
 
 
+def test_a_sequence_that_is_too_long_is_refused_by_its_length():
+    """Not by a failure of the engine, which a resumed run would only repeat."""
+    sampler = VllmSampler.__new__(VllmSampler)
+    sampler.longest = 64
+    with pytest.raises(RunStopped, match=r"may have 65 tokens, and rollout\.engine vllm takes 64; shorten prompts"):
+        sampler.complete([Request([7, 8], 63, 0, 0)], SamplingConfig(), lambda *_: None)
+
+
 def test_without_vllm_the_message_says_what_to_install(tokenizer, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     policy = ActorCritic(load_language_model(ModelConfig())[0])
-    message = r"^rollout\.engine: vllm needs vLLM, which is not installed: pip install 'tokencredit\[vllm\]'$"
+    message = r"^engine: vllm needs vLLM, which is not installed: pip install 'tokencredit\[vllm\]'$"
     with pytest.raises(ConfigError, match=message):
         VllmSampler(policy, tokenizer, [0], Precision("float32", torch.device("cpu")))

@@ -55,13 +55,14 @@ class VllmSampler(Sampler):
             ConfigError: vLLM is not installed, or does not run this model.
         """
         if importlib.util.find_spec("vllm") is None:
-            raise NotInstalled("rollout.engine: vllm", "vLLM", "tokencredit[vllm]")
+            raise NotInstalled("engine: vllm", "vLLM", "tokencredit[vllm]")
         self.tokenizer, self.end_ids, self.device = tokenizer, list(end_ids), precision.device
         self.vocabulary = rows_of(policy)
         first = next(iter(VllmSampler._alive), None)
         self.in_job: bool = distributed.is_initialized() if first is None else first.in_job
         with contained(), classes_of(policy.lm):
             self.llm = _start(policy, precision, memory or MEMORY, self.in_job)
+        self.longest = self.llm.llm_engine.vllm_config.model_config.max_model_len
         self._asleep: list[str] = []
         self.llm.llm_engine.engine_core._finalizer.detach()  # it would destroy the job's process group
         VllmSampler._alive.add(self)
@@ -71,6 +72,7 @@ class VllmSampler(Sampler):
     def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Sample all requests in batches that vLLM schedules."""
         settings.check_vllm()
+        self.check_lengths(requests)
         self._wake("weights", "kv_cache")
         left: dict[str, Progress] = {}
         try:
@@ -123,11 +125,8 @@ class VllmSampler(Sampler):
     def _add(self, name: str, request: Request, settings: SamplingConfig) -> None:
         from vllm.inputs import tokens_input
 
-        engine, longest = self.llm.llm_engine, len(request.tokens) + request.limit
-        room = engine.vllm_config.model_config.max_model_len
-        if longest > room:
-            raise ValueError(f"prompt and completion may have {longest} tokens, and {room} fit into its KV cache")
-        engine.add_request(name, tokens_input(request.tokens), sampling_params(request, settings, self.end_ids))
+        parameters = sampling_params(request, settings, self.end_ids)
+        self.llm.llm_engine.add_request(name, tokens_input(request.tokens), parameters)
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load the weights, which vLLM copies in its own layout."""

@@ -93,14 +93,14 @@ class VllmServer(Sampler):
                         pass
             except OSError as error:
                 raise ConfigError(
-                    f"rollout.server_folder is {str(self.folder)!r}, where no weights can be written: {error}"
+                    f"server_folder is {str(self.folder)!r}, where no weights can be written: {error}"
                 ) from error
 
     def complete(self, requests: Sequence[Request], settings: SamplingConfig, ended: OnCompletion) -> None:
         """Send all requests at once, at most `IN_FLIGHT`; a failure, or an exception of `ended`, cancels the rest."""
         settings.check_vllm()
         settings.check_vllm_server()
-        self._check_lengths(requests)
+        self.check_lengths(requests)
         results: queue.SimpleQueue[tuple[int, Completion | Exception]] = queue.SimpleQueue()
 
         async def sample(index: int, request: Request, client: httpx2.AsyncClient) -> None:
@@ -204,15 +204,6 @@ class VllmServer(Sampler):
 
     def _set_version(self, version: str) -> None:
         self.connection.request("POST", "/update_weight_version", {"new_version": version})
-
-    def _check_lengths(self, requests: Sequence[Request]) -> None:
-        """Raise `RunStopped` for a request that is too long for the server, before any is sent."""
-        longest = max((len(request.tokens) + request.limit for request in requests), default=0)
-        if self.longest is not None and longest > self.longest:
-            raise RunStopped(
-                f"a prompt and its completion may have {longest} tokens, and the server at {self.connection.url} takes "
-                f"{self.longest}; start it with --max-model-len {longest} or more, or shorten prompts or max_new_tokens"
-            )
 
     async def _sampled(self, client: httpx2.AsyncClient, request: Request, settings: SamplingConfig) -> Completion:
         """The completion of a request, drawn with the weights of the last sync."""
