@@ -135,11 +135,11 @@ def test_a_later_episode_goes_when_a_run_goes_back(tmp_path):
     assert read_episode(file)["iteration"] == 2
 
 
-def test_numbers_are_finite_rounded_and_limited():
+def test_numbers_are_finite_limited_and_rounded_in_their_units():
     many = 2 * STEPS
     values = [math.nan, 1e-9, 0.123456789, *[20.0] * (many - 3)]
-    episode = PlayedEpisode([[0.0]] * many, [np.int64(1)] * many, [1.0] * many, values, [math.inf] * many, True)
+    episode = PlayedEpisode([[0.0]] * many, [np.int64(1)] * many, [1e6] * many, values, [math.inf] * many, True)
     record = json.loads(json.dumps(episode.record(), allow_nan=False))
     assert record["values"][:4] == [None, 0.0, 0.1235, 20.0]
-    assert (record["length"], record["return"], record["advantages"][0]) == (many, many, None)
+    assert (record["length"], record["return"], record["advantages"][0]) == (many, 1e6 * many, None)
     assert len(record["actions"]) == len(record["rewards"]) == STEPS

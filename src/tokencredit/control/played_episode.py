@@ -6,7 +6,7 @@ import base64
 import io
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,19 +64,15 @@ class PlayedEpisode:
 
     def record(self) -> dict[str, Any]:
         """Its first `STEPS` steps for episode.json, with the return and the length of all."""
-        numbers = {"rewards": self.rewards, "values": self.values, "advantages": self.advantages}
-        largest = max((abs(x) for part in numbers.values() for x in part or () if math.isfinite(x)), default=0.0)
-        digits = 5 - math.floor(math.log10(largest or 1))  # what is smaller is rounding of float32
-
-        def known(value: float) -> float | None:
-            return round(value, digits) if math.isfinite(value) else None
-
+        # Rewards have a unit of their own: `env.normalize_rewards` scales values and advantages alone.
+        reward, credit = rounding(self.rewards), rounding([*self.advantages, *(self.values or ())])
+        units = {"rewards": reward, "values": credit, "advantages": credit}
         return {
-            "return": known(sum(self.rewards)),
+            "return": reward(sum(self.rewards)),
             "length": len(self.rewards),
             "terminated": self.terminated,
             "actions": [np.asarray(action).tolist() for action in self.actions[:STEPS]],
-            **{name: list(map(known, x[:STEPS])) for name, x in numbers.items() if x is not None},
+            **{key: list(map(unit, x[:STEPS])) for key, unit in units.items() if (x := getattr(self, key)) is not None},
             "frames": [{"step": n, "png": base64.b64encode(x).decode()} for n, x in self.frames if n <= STEPS],
         }
 
@@ -98,6 +94,13 @@ class PlayedEpisode:
                 if numbers is not None
             ],
         )
+
+
+def rounding(numbers: Sequence[float]) -> Callable[[float], float | None]:
+    """Round to the precision of float32 at the largest of these numbers; None for a number that is not finite."""
+    largest = max((abs(x) for x in numbers if math.isfinite(x)), default=0.0)
+    digits = 5 - math.floor(math.log10(largest or 1))
+    return lambda value: round(value, digits) if math.isfinite(value) else None
 
 
 @torch.no_grad()
