@@ -250,6 +250,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_kept(spoiled, tmp_path):
     trainer.train()
     rows = read_metrics(tmp_path / "run")
     assert [row["iteration"] for row in rows] == [1, 2, 3]
+    assert all(row["episodes"] for row in rows), "they count without an update"
     assert [row["bad_steps"] for row in rows] == ([1, 0, 0] if spoiled == "gradient" else [0, 1, 0])
     (kept,) = (tmp_path / "run" / "bad_steps").iterdir()
     reason = json.loads((kept / "about.json").read_text())["reason"]

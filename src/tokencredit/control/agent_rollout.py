@@ -24,11 +24,11 @@ from tokencredit.settings.training import AdvantageSettings
 
 
 class NonFiniteReward(RunStopped):
-    """A reward is NaN or infinite; holds the rollout's observations and rewards, `[time, copies, …]`."""
+    """A reward is NaN or infinite; holds the rollout's observations and rewards, `[time, copies, …]`, and episodes."""
 
-    def __init__(self, message: str, observations: np.ndarray, rewards: np.ndarray):
+    def __init__(self, message: str, observations: np.ndarray, rewards: np.ndarray, episodes: list[tuple[float, int]]):
         super().__init__(message)
-        self.observations, self.rewards = observations, rewards
+        self.observations, self.rewards, self.episodes = observations, rewards, episodes
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,13 @@ class Collector:
             RunStopped: an observation is not finite, an environment raised, or an episode does not end.
         """
         distribution = self.agent.distribution
-        observations, actions, episodes, (acted, rewards, terminated, truncated) = self._play(steps, whole_episodes)
+        observations, actions, ended, (acted, rewards, terminated, truncated) = self._play(steps, whole_episodes)
         self.taken = int(self.processes.sum(torch.tensor(int(acted.sum()))))
+        episodes = self.gather_episodes(ended)
         if message := self.non_finite_message("an observation", observations):
             raise RunStopped(message)
         if message := self.non_finite_message("a reward", rewards):
-            raise NonFiniteReward(message, observations, rewards)
+            raise NonFiniteReward(message, observations, rewards, episodes)
 
         # One batched forward pass for the log-probs and values, as in the update; so the ratio starts at exactly 1.
         frames = torch.from_numpy(observations)
@@ -181,7 +182,7 @@ class Collector:
             terminated=ends,
             truncated=cuts,
             bootstrap=None if values is None else values[1:].T,
-            episodes=self.gather_episodes(episodes),
+            episodes=episodes,
         )
 
     def _play(

@@ -133,7 +133,7 @@ class ControlTrainer(Trainer):
             metrics |= credit | self.update(number, experience)
         except NonFiniteReward as error:
             # Nothing can be learned from such a rollout: save it, and go on unless it is one of several in a row.
-            collected, episodes = time.perf_counter(), []
+            collected, episodes = time.perf_counter(), error.episodes
             tensors = {"observations": torch.from_numpy(error.observations), "rewards": torch.from_numpy(error.rewards)}
             self.record.bad_step(number, str(error), tensors)
             self.before = None
