@@ -1,5 +1,6 @@
 import os
 import signal
+from multiprocessing import active_children
 
 import gymnasium as gym
 import numpy as np
@@ -158,6 +159,7 @@ def test_a_folder_without_an_agent_is_refused(tmp_path, capsys):
 def test_an_agent_of_another_shape_is_refused(tmp_path):
     args = control_config(tmp_path / "run")
     ControlTrainer(args).train()
-    args.agent = AgentConfig(hidden=[8])
-    with pytest.raises(ConfigError, match=r"agent\.safetensors holds another agent than the configuration describes"):
+    args.agent, args.env.processes, before = AgentConfig(hidden=[8]), True, active_children()
+    with pytest.raises(ConfigError, match=r"safetensors holds another agent than the configuration describes") as error:
         load_agent(tmp_path / "run" / "policy", args)
+    assert active_children() == before, f"left by: {error.value}"

@@ -479,6 +479,13 @@ def test_evaluations_draw_nothing_from_the_runs_generators(tmp_path):
     assert trained("evaluated", 1) == trained("not", 0), "nor does the caller's NumPy matter"
 
 
+def test_the_check_of_videos_draws_nothing_from_the_runs_generators(tmp_path):
+    pytest.importorskip("moviepy")
+    groups = [{"env": EnvConfig("Drawing-v0"), "eval": EpisodesConfig(videos=videos)} for videos in (0, 1)]
+    first, other = (ControlTrainer(small(tmp_path, **group)).collector.observation for group in groups)
+    assert np.array_equal(first, other)
+
+
 def test_a_run_that_its_reward_stops_is_evaluated(tmp_path):
     summary = ControlTrainer(small(tmp_path / "run", stop=AgentStopConfig(reward=5.0, patience=2))).train()
     metrics = read_metrics(tmp_path / "run")

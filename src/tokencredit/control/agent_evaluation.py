@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def check_videos(args: ControlConfig) -> None:
     try:
         import moviepy  # noqa: F401
 
-        with no_display(), current_folder():
+        with no_display(), current_folder(), preserved():  # it may draw from the global generators
             env = gym.make(args.env.id, render_mode="rgb_array", **args.env.kwargs)
             env.reset(seed=0)
             frame = env.render()
@@ -161,7 +162,8 @@ def save_agent(folder: Path, agent: Agent, envs: VectorEnv) -> None:
 
 def load_agent(folder: Path, args: ControlConfig) -> tuple[Agent, VectorEnv]:
     """Load the result of `save_agent`, or raise `ConfigError`: the agent, and an environment with the statistics."""
-    envs = make_envs(args.env, 1, args.advantage.gamma, stack=args.agent.observations())
+    env = replace(args.env, processes=False)  # it holds statistics, and needs no worker process
+    envs = make_envs(env, 1, args.advantage.gamma, stack=args.agent.observations())
     with preserved():  # the weights drawn here are replaced
         agent = Agent(envs.single_observation_space, envs.single_action_space, args.agent, args.critic.kind)
     try:
