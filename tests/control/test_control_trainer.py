@@ -211,6 +211,10 @@ def test_estimators_that_compare_scores_of_texts_are_not_for_agents():
     ("changes", "message"),
     [
         ({"ppo": AgentUpdateConfig(minibatches=65)}, r"ppo\.minibatches is 65, .* at most env\.number × steps, 64"),
+        (
+            {"ppo": AgentUpdateConfig(minibatches=33)},
+            r"^ppo\.minibatches is 33, and advantage\.whiten is minibatch; .* at most 32, .* advantage\.whiten: batch$",
+        ),
         ({"critic": AgentCriticConfig(kind="none")}, r"advantage\.estimator is gae, which needs a critic"),
         ({"run": RunConfig()}, r"^run is RunConfig\(.*; it must be an AgentRunConfig$"),
         (

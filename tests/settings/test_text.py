@@ -85,6 +85,14 @@ def test_a_reward_term_is_checked_when_it_is_made(kind, settings, message):
         ),
         ({"prompts": PromptsConfig(text=[])}, r"prompts\.text is \[\]; give at least one prompt"),
         ({"rollout": RolloutConfig(batch_size=2), "ppo": UpdateConfig(minibatches=3)}, r"ppo\.minibatches is 3"),
+        (
+            {
+                "advantage": AdvantageConfig(estimator="uniform", whiten="minibatch"),
+                "critic": CriticConfig(kind="none"),
+                "ppo": UpdateConfig(minibatches=33),
+            },
+            r"^ppo\.minibatches is 33, and advantage\.whiten is minibatch; .* at most 32, .* advantage\.whiten: batch$",
+        ),
         ({"rollout": RolloutConfig(batch_size=8, per_prompt=3)}, r"rollout\.per_prompt is 3; it must divide"),
         (
             {"advantage": AdvantageConfig(estimator="leave_one_out"), "critic": CriticConfig(kind="none")},

@@ -200,5 +200,8 @@ class ControlConfig(Configuration):
             refuse(self, "agent.hidden agent.heads", "a transformer needs blocks of one width, a multiple of its heads")
         if self.algorithm == "ppo" and self.ppo.minibatches > batch:
             refuse(self, "ppo.minibatches env.number steps", f"it must be at most env.number × steps, {batch}")
+        if self.algorithm == "ppo" and self.advantage.whiten == "minibatch" and self.ppo.minibatches > batch // 2:
+            reason = f"a step alone is whitened to 0; it must be at most {batch // 2}, half of env.number × steps"
+            refuse(self, "ppo.minibatches advantage.whiten", f"{reason}, or set advantage.whiten: batch")
         self.advantage.check_critic(self.critic)
         refuse_unused(self)

@@ -14,6 +14,7 @@ from tokencredit.errors import ConfigError
 from tokencredit.settings.data import KINDS, DefaultReward, EnvironmentConfig, PromptsConfig, RewardTerm, ScoreConfig
 from tokencredit.settings.fields import check, refuse, refuse_unused, setting
 from tokencredit.settings.model import CriticConfig, ModelConfig, ShardingConfig
+from tokencredit.settings.parts import is_own
 from tokencredit.settings.reader import Configuration
 from tokencredit.settings.rollout import OffPolicyConfig, RolloutConfig, check_server, differs_from_training
 from tokencredit.settings.training import (
@@ -145,12 +146,17 @@ class PPOConfig(Configuration):
         size, kl = self.rollout.batch_size, self.kl
         if self.ppo.minibatches > size:
             refuse(self, "ppo.minibatches", f"it must be at most rollout.batch_size, {size}")
+        needs = self.advantage.reads()
+        alike = (needs.group or needs.baseline) and not is_own(self.advantage.estimator)  # within a completion
+        if alike and self.advantage.whiten == "minibatch" and self.ppo.minibatches > size // 2:
+            reason = f"a completion alone is whitened to 0; it must be at most {size // 2}, half of rollout.batch_size"
+            refuse(self, "ppo.minibatches advantage.whiten", f"{reason}, or set advantage.whiten: batch")
         if self.ppo.loss == "gspo" and self.ppo.clip >= TOKEN_CLIP:
             reason = f"the mean ratio of a completion hardly moves that far; it must be below {TOKEN_CLIP}, as 3e-4"
             refuse(self, "ppo.clip ppo.loss", reason)
         if size % self.rollout.per_prompt:
             refuse(self, "rollout.per_prompt", f"it must divide rollout.batch_size, {size}")
-        if self.advantage.reads().group and self.rollout.per_prompt < 2:
+        if needs.group and self.rollout.per_prompt < 2:
             reason = "it compares the completions of one prompt, which must be at least 2"
             refuse(self, "advantage.estimator rollout.per_prompt", reason)
         if kl.place == "loss" and kl.estimator == "k1" and kl.coef > 0:
