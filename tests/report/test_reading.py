@@ -236,6 +236,7 @@ def test_the_row_of_an_audit(iteration, row):
     [
         (["iteration"], -1, "iteration is not the number of an iteration, or null"),
         (["settings"], [], "settings is not an object with completions or episodes, a count"),
+        (["settings", "states"], "4; sh", "settings is not an object with .* states, a count or null"),
         (["credit"], ..., "credit is not an object"),
         (["credit", "noise"], {"value": 1}, "credit.noise.low is not a number or null"),
         (["credit", "estimators"], [], "credit.estimators is not an object"),

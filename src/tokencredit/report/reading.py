@@ -81,8 +81,10 @@ FIGURE = dict.fromkeys(("value", "low", "high"), KNOWN)
 AUDIT_FILE: dict[str, Form] = {
     "iteration": Leaf(lambda value: value is None or is_count(value), "the number of an iteration, or null"),
     "settings": Leaf(
-        lambda value: isinstance(value, dict) and is_count(audited_rows(value)),
-        "an object with completions or episodes, a count",
+        lambda x: (
+            isinstance(x, dict) and is_count(audited_rows(x)) and (x.get("states") is None or is_count(x["states"]))
+        ),
+        "an object with completions or episodes, a count, and states, a count or null",
     ),
     "continuations": NUMBER,
     "calls?": COUNT,
