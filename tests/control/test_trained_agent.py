@@ -83,6 +83,7 @@ def test_its_episodes_are_those_of_play(case, greedy, tmp_path):
         == f"<TrainedAgent {tmp_path / 'run'}: {env.id}, {sum(p.numel() for p in made.parameters()):,} parameters>"
     )
     assert again._repr_html_().count("<svg") == 3
+    assert 'aria-label="reward of each step"' in again._repr_html_()
     assert again._repr_html_().count("<img") == len(again.frames)
     assert bool(again.frames) == (env.id != "Parts-v0")  # which draws nothing
     with pytest.raises(ConfigError, match=rf"the observation does not fit {env.id}, which has (Box|Dict)"):

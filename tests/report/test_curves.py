@@ -77,7 +77,7 @@ def test_constants_are_metrics_with_one_value_in_several_iterations():
         "lr": None,
         "steps": 16.0,
     }
-    assert constant(sections(rows[:1])["Optimizer"]["steps"]) is None
+    assert constant(sections(rows[:1])["Optimizer and steps"]["steps"]) is None
 
 
 def test_each_metric_is_in_one_section():

@@ -28,7 +28,7 @@ SECTIONS = {
     ),
     "Turns": ("env/",),
     "Length": ("length", "sequence_length", "truncated", "masked", "average_length", "episodes"),
-    "Optimizer": ("grad_norm", "lr", "steps", "bad_steps", "critic_steps"),
+    "Optimizer and steps": ("grad_norm", "lr", "steps", "bad_steps", "critic_steps"),
     "Time": ("seconds", "tokens", "tokens_per_second", "steps_per_second", "total_steps"),
 }
 """Sections of charts, by prefixes of the charts' names; the others come last."""
