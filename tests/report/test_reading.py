@@ -276,6 +276,10 @@ def test_metrics_are_a_data_frame(run_folder):
     frame = run.frame("metrics")
     assert frame.iteration.tolist() == [1, 2, 3]
     assert frame.reward.tolist() == [row["reward"] for row in run.metrics]
+    with pytest.raises(
+        ConfigError, match="table is 'metric'; it must be one of metrics, samples, tokens, audit; did you"
+    ):
+        run.frame("metric")
 
 
 def test_samples_and_tokens_are_data_frames_with_the_names_of_the_file(run_folder):

@@ -47,9 +47,12 @@ from tokencredit.runs.jsonl import (
     scored_anew,
 )
 from tokencredit.runs.summary import WINDOW, finite
+from tokencredit.settings.fields import check_value
 from tokencredit.settings.reader import read_yaml
 from tokencredit.settings.run_kind import run_config_file
 
+Table = Literal["metrics", "samples", "tokens", "audit"]
+"""Tables of `Run.frame`."""
 REPORT = "report.html"
 """The report in a run's folder."""
 ITERATIONS = 400
@@ -168,7 +171,7 @@ class Run:
         """The finite numbers of a metric since what evaluations measure changed."""
         return list(finite(row.get(name) for row in self.metrics[evaluated_anew(self.changes, self.config) :]))
 
-    def frame(self, table: Literal["metrics", "samples", "tokens", "audit"] = "metrics") -> Any:
+    def frame(self, table: Table = "metrics") -> Any:
         """A table as a `pandas.DataFrame`, with the names of metrics.jsonl and samples.jsonl as columns.
 
         Args:
@@ -177,8 +180,9 @@ class Run:
 
         Raises:
             NotInstalled: pandas is missing.
-            ConfigError: a file is invalid; the message names it.
+            ConfigError: there is no such table, or a file is invalid; the message names it.
         """
+        check_value("table", table, Table, {})
         with importing("Run.frame", "pandas", "tokencredit[pandas]"):
             import pandas
         if table == "metrics":
