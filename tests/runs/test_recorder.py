@@ -174,16 +174,18 @@ def test_a_record_that_has_run_does_not_begin_anew_with_its_weights(tmp_path):
     assert resumed(args)[0] == 0
 
 
-def test_the_dates_of_all_starts_are_in_the_summary(tmp_path):
+def test_the_dates_of_all_starts_and_the_first_known_command_are_in_the_summary(tmp_path, monkeypatch):
     args, made = begun(tmp_path / "run")  # killed: without a summary
     first, starts = made.environment["started"], []
-    for _ in range(2):
+    for number in range(2):
+        monkeypatch.setattr("sys.argv", ["train", str(number)])
         made.folder.unlock()
         made = record(args)
         made.resume(args, 0, lambda *_: ())
         starts.append(made.environment["started"])
         dates = made.end("a test", lambda folder, summary: None)["environment"]
         assert dates["begun"] <= first <= dates["resumed"][0]
+        assert dates["command"] == "train 0"
         assert len(dates["resumed"]) == len(starts)
         assert all(date <= start for date, start in zip(dates["resumed"], starts, strict=True))
 

@@ -60,9 +60,10 @@ def now() -> str:
 
 
 def resumed(run: Path) -> dict[str, Any]:
-    """Dates of a run that is resumed now: `begun`, and a list `resumed`.
+    """Dates of a run that is resumed now, `begun` and a list `resumed`, and its first `command` and `script`.
 
-    From the summary of its last end or, if it was killed, from its first event or the date of config.yaml.
+    From the summary of its last end. If it was killed, `begun` is from its first event or the date of config.yaml, and
+    there is no command.
     """
     try:
         before = json.loads((run / "summary.json").read_bytes())["environment"]
@@ -72,7 +73,8 @@ def resumed(run: Path) -> dict[str, Any]:
         before, begun = {}, datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds")
         with suppress(OSError, ValueError, LookupError, TypeError), (run / "events.jsonl").open("rb") as events:
             begun = min(begun, str(json.loads(events.readline())["time"]))
-    return {"begun": begun, "resumed": [*before.get("resumed", []), now()]}
+    first = {name: before[name] for name in ("command", "script") if name in before}
+    return {**first, "begun": begun, "resumed": [*before.get("resumed", []), now()]}
 
 
 def processor() -> str:
