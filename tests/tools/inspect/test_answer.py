@@ -23,16 +23,16 @@ def say(**changes):
 
 def test_the_whole_answer():
     assert say() == (
-        "Training moved the log-odds of ' bad' against ' good', ' fine' from -1.00 to 3.00 nats. Layer 2 MLP carries "
-        "50 % of that: the base model with the tuned model's is at 1.00. It hardly did so before training: its direct "
-        "contribution was +0.10 and is +2.00 nats. The five strongest parts together carry 70 %."
+        "The log-odds of ' bad' against ' good', ' fine' were -1.00 nats before training, and are 3.00 now. Layer 2 "
+        "MLP carries 50 % of the change: patched in alone, it brings them to 1.00. It hardly did so before training: "
+        "its direct contribution was +0.10 and is +2.00 nats. The five strongest parts together carry 70 %."
     )
 
 
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (1.0, 2.0, "It pushed the same way before training, which strengthened it: its direct contribution was +1.00"),
+        (1.0, 2.0, "It pushed the same way before training, less strongly: its direct contribution was +1.00 and"),
         (-1.0, 2.0, "It pushed the other way before training: its direct contribution was -1.00 and is +2.00 nats."),
         (2.0, 1.0, "It works through later parts: its direct contribution was +2.00 and is +1.00 nats."),
         (-2.0, -1.0, "It works through later parts"),
@@ -58,12 +58,20 @@ def test_other_completions():
 
 def test_nothing_stands_out():
     text = say(shares={MLP: 0.15, HEAD: 0.1})
-    assert text.startswith("No part stands out. Training moved")
+    assert text.startswith("No part stands out. The log-odds")
     assert "The strongest part, layer 2 MLP, carries 15 %." in text
 
 
 def test_hardly_changed():
-    assert say(tuned=-0.9).startswith("Training hardly changed the log-odds of ' bad' against ' good', ' fine': -1.00")
+    start = "The log-odds of ' bad' against ' good', ' fine' hardly changed: -1.00 nats before training, -0.90 now."
+    assert say(tuned=-0.9).startswith(start)
+
+
+def test_against_another_model_nothing_is_said_of_training():
+    for changed in ({}, {"tuned": -0.9}, {"direct": ({MLP: 1.0}, {MLP: 2.0})}):
+        text = sentence(NUMBERS._replace(**changed), ["a"], ["b"], unchanged=False, before="in runs/other")
+        assert "nats in runs/other" in text
+        assert "raining" not in text
 
 
 def test_no_weight_changed():
@@ -73,7 +81,7 @@ def test_no_weight_changed():
 def test_the_unembedding():
     text = say(top=[UNEMBEDDING, MLP], shares={UNEMBEDDING: 0.6, MLP: 0.1}, patched={UNEMBEDDING: 1.4})
     assert (
-        "Final norm and unembedding carries 60 % of that: the base model with the tuned model's is at 1.40. The" in text
+        "Final norm and unembedding carries 60 % of the change: patched in alone, it brings them to 1.40. The" in text
     )
 
 

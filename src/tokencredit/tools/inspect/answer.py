@@ -12,7 +12,7 @@ from tokencredit.tools.inspect.question import SMALL_CHANGE
 SMALL_SHARE = 0.2
 """Share of the change below which no part stands out."""
 WEAK = 0.25
-"""Direct contribution before training, relative to that after it, below which a part was not there before."""
+"""Direct contribution in the base model, relative to that in the tuned one, below which it hardly pushed there."""
 
 
 class Numbers(NamedTuple):
@@ -34,29 +34,34 @@ class Numbers(NamedTuple):
     """Shares of each of the strongest in other completions; None where training changed too little."""
 
 
-def sentence(numbers: Numbers, up: Sequence[str], down: Sequence[str], unchanged: bool) -> str:
-    """The answer in a few sentences: which part carries the change, how much of it, and whether it did so before."""
+def sentence(
+    numbers: Numbers, up: Sequence[str], down: Sequence[str], unchanged: bool, before: str = "before training"
+) -> str:
+    """The answer in a few sentences: which part carries the change, how much of it, and whether it did so before.
+
+    `before` says where the base model's numbers are from.
+    """
     if unchanged:
         return "No weight changed: the two models are the same."
     base, tuned, first = numbers.base, numbers.tuned, numbers.top[0]
-    asked = f"the log-odds of {_words(up)} against {_words(down)}"
+    asked = f"The log-odds of {_words(up)} against {_words(down)}"
     if abs(tuned - base) < SMALL_CHANGE:
-        return f"Training hardly changed {asked}: {base:.2f} nats before, {tuned:.2f} now. No part stands out."
-    moved = f"Training moved {asked} from {base:.2f} to {tuned:.2f} nats."
+        return f"{asked} hardly changed: {base:.2f} nats {before}, {tuned:.2f} now. No part stands out."
+    moved = f"{asked} were {base:.2f} nats {before}, and are {tuned:.2f} now."
     largest = numbers.shares[first] or 0.0
     together = f"The five strongest parts together carry {_percent((numbers.together - base) / (tuned - base))}."
     title = _title(first)
     if largest < SMALL_SHARE:
         return f"No part stands out. {moved} The strongest part, {title}, carries {_percent(largest)}. {together}"
     carries = (
-        f"{title[0].upper()}{title[1:]} carries {_percent(largest)} of that: the base model with the tuned model's "
-        f"is at {numbers.patched[first]:.2f}."
+        f"{title[0].upper()}{title[1:]} carries {_percent(largest)} of the change: patched in alone, it "
+        f"brings them to {numbers.patched[first]:.2f}."
     )
-    return " ".join(filter(None, [moved, carries, _before(first, numbers), _elsewhere(numbers), together]))
+    return " ".join(filter(None, [moved, carries, _before(first, numbers, before), _elsewhere(numbers), together]))
 
 
-def _before(part: Part, numbers: Numbers) -> str:
-    """Whether a part pushed the same way before training, by its direct contribution."""
+def _before(part: Part, numbers: Numbers, before: str) -> str:
+    """Whether a part pushed the same way in the base model, by its direct contribution."""
     if part not in numbers.direct[1]:
         return ""
     base, tuned = (contributions[part] for contributions in numbers.direct)
@@ -65,9 +70,9 @@ def _before(part: Part, numbers: Numbers) -> str:
     if towards * tuned <= 0 or towards * (tuned - base) <= 0:
         return f"It works through later parts: {figures}."
     if towards * base >= WEAK * towards * tuned:
-        return f"It pushed the same way before training, which strengthened it: {figures}."
-    before = "pushed the other way" if towards * base < 0 else "hardly did so"
-    return f"It {before} before training: {figures}."
+        return f"It pushed the same way {before}, less strongly: {figures}."
+    pushed = "pushed the other way" if towards * base < 0 else "hardly did so"
+    return f"It {pushed} {before}: {figures}."
 
 
 def _elsewhere(numbers: Numbers) -> str:

@@ -74,7 +74,8 @@ def inspect_run(
     torch.nn.Module.to(base, tuned.device)
     pair = ModelPair(name, read_parts(against, base), read_parts(name, tuned), tokenizer, texts[0])
     critic, shape = policy.model.critic, tuned.config.get_text_config()
-    result = compare(pair, up_ids, down_ids, others=texts[1:], critic=critic)
+    before = "before training" if against == "base" else f"in {against}"
+    result = compare(pair, up_ids, down_ids, others=texts[1:], critic=critic, before=before)
     if critic is not None:
         fitted = FITTED in critic.about
         result["critic"]["score"] = None if fitted else score

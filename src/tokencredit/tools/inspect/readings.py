@@ -64,6 +64,7 @@ def compare(
     down: Sequence[int] = (),
     others: Sequence[Text] = (),
     critic: Critic | None = None,
+    before: str = "before training",
 ) -> dict[str, Any]:
     """All readings of a pair of models, from `tokens` to `weights` in inspect.json.
 
@@ -74,6 +75,7 @@ def compare(
         others: further texts of the tuned model, in which the strongest parts are patched too; the means of ablation
             are over these and the text.
         critic: the tuned model's critic, if it has one.
+        before: where the base model's numbers are from, in the answer's words.
     """
     seen = pair.record(pair.text)
     predicted = predict(pair.models, seen, pair.text)
@@ -98,7 +100,7 @@ def compare(
             **_two(numbers.base, numbers.tuned, "change"),
             "position": question.position,
         },
-        "answer": answer.record(numbers, answer.sentence(numbers, *words, unchanged(*pair.models))),
+        "answer": answer.record(numbers, answer.sentence(numbers, *words, unchanged(*pair.models), before)),
         "lens": _lens(pair, seen),
         "attribution": _attribution(numbers),
         "patching": _patching(numbers, patching.ablate(pair.tuned, means, pair.text.ids, question)),
