@@ -93,8 +93,7 @@ class EpisodePlayer:
         starts = [self.workers.submit(episode.start) for episode in episodes]
         prompted = [start.result() for start in starts]
         framing = self.framings.of(prompted)
-        longest = self.longest_prompt(settings.max_new_tokens)
-        prompts = self._prompts(framing, prompted, episodes, tasks.columns, longest)
+        prompts = self._prompts(framing, prompted, episodes, tasks.columns, settings.max_new_tokens)
         # Play turns and replies until every episode has ended.
         conversation = self.engine.converse(prompts, settings, uniforms)
         transcripts = [Transcript(episode) for episode in episodes]
@@ -157,13 +156,14 @@ class EpisodePlayer:
         prompts: list[Prompt],
         episodes: Sequence[Episode],
         columns: dict[str, list[Any]],
-        longest: int | None,
+        max_new_tokens: int,
     ) -> PromptBatch:
-        texts, ids = [], []
+        texts, ids, longest = [], [], self.longest_prompt(max_new_tokens)
         for prompt, episode in zip(prompts, episodes, strict=True):
             text, row = framing.prompt(prompt, episode.tools)
             if not row or (longest is not None and len(row) > longest):
-                limit = "" if longest is None else f", and at most {longest}, so that max_new_tokens fit beside it"
+                advice = f"; lower rollout.max_new_tokens ({max_new_tokens}) or shorten the prompt"
+                limit = "" if longest is None else f", and at most {longest}{advice}"
                 raise RunStopped(f"the prompt of an episode has {len(row)} tokens; it must have at least one{limit}")
             texts.append(text)
             ids.append(row)
