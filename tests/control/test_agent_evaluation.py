@@ -13,7 +13,7 @@ from helpers.files import TIMES, drop_keys, read_events, read_metrics
 from tokencredit.cli import main
 from tokencredit.control import environment_wrappers
 from tokencredit.control.agent import Agent
-from tokencredit.control.agent_evaluation import load_agent, play
+from tokencredit.control.agent_evaluation import check_videos, load_agent, play
 from tokencredit.control.control_trainer import ControlTrainer
 from tokencredit.control.vector_environments import make_envs, statistics
 from tokencredit.distributed import signals
@@ -121,8 +121,29 @@ def test_episodes_are_filmed(tmp_path, capsys):
     assert film.read_bytes()[4:8] == b"ftyp"
 
 
+class Undrawn(gym.Env):
+    """Takes a render mode, and has no `render`."""
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+
+gym.register("Undrawn-v0", Undrawn, disable_env_checker=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*possible render_modes")
+@pytest.mark.parametrize(("key", "arguments"), [("eval.videos", ()), ("--videos", ("--videos",))])
+def test_an_environment_without_pictures_is_refused_with_what_to_do(key, arguments, tmp_path):
+    pytest.importorskip("moviepy")
+    with pytest.raises(ConfigError, match=f"{key}: Undrawn-v0 draws no pictures in the mode rgb_array; give it render"):
+        check_videos(control_config(tmp_path / "run", env=EnvConfig("Undrawn-v0")), *arguments)
+
+
 def test_what_cannot_be_filmed_is_refused_before_training(tmp_path):
-    with pytest.raises(ConfigError, match=r"eval\.videos: Memory-v0 (could not be drawn|draws no pictures)"):
+    with pytest.raises(ConfigError, match=r"eval\.videos: Memory-v0 could not be drawn"):
         ControlTrainer(control_config(tmp_path / "run", env=EnvConfig("Memory-v0"), eval=EpisodesConfig(videos=1)))
 
 

@@ -133,7 +133,7 @@ def no_display() -> Iterator[None]:
             del os.environ[name]
 
 
-def check_videos(args: ControlConfig) -> None:
+def check_videos(args: ControlConfig, key: str = "eval.videos") -> None:
     """Raise `ConfigError`, before hours of training, if the environment cannot be recorded."""
     try:
         import moviepy  # noqa: F401
@@ -144,11 +144,14 @@ def check_videos(args: ControlConfig) -> None:
             frame = env.render()
             env.close()
     except (ImportError, gym.error.DependencyNotInstalled) as error:
-        raise ConfigError(f"eval.videos: {error}; pip install tokencredit[video]") from error
+        raise ConfigError(f"{key}: {error}; pip install tokencredit[video]") from error
+    except NotImplementedError:  # without a message, by Gymnasium
+        frame = None
     except Exception as error:  # graphics libraries without a display raise errors of many types
-        raise ConfigError(f"eval.videos: {args.env.id} could not be drawn: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{key}: {args.env.id} could not be drawn: {type(error).__name__}: {error}") from error
     if not isinstance(frame, np.ndarray):
-        raise ConfigError(f"eval.videos: {args.env.id} draws no pictures in the mode rgb_array")
+        advice = f"give it render() with that mode in metadata['render_modes'], or leave out {key}"
+        raise ConfigError(f"{key}: {args.env.id} draws no pictures in the mode rgb_array; {advice}")
 
 
 def save_agent(folder: Path, agent: Agent, envs: VectorEnv) -> None:
@@ -183,7 +186,7 @@ def play_run(run: Path, args: ControlConfig, settings: EpisodesConfig, seed: int
     """Play episodes with a run's trained agent and print the mean return; videos go to the run's folder."""
     with expected_warnings(args.env):
         if settings.videos:
-            check_videos(args)
+            check_videos(args, "--videos")
         agent, envs = load_agent(run / "policy", args)
         before, now = read_parts(run).get("env.id"), environment_part(envs)
         if before and now and now["digest"] != before["digest"]:
