@@ -229,7 +229,10 @@ def test_a_run_without_an_iteration_is_left_out_by_name(repeat, tmp_path, capsys
         (["{run}", "nowhere"], "'nowhere' is not a run's folder: there is no such folder"),
         (["{run}", "--metric", "rewrad"], "did you mean reward?"),
         (["{run}", "--group-by", "optim.ir"], "no run has the key optim.ir; optim has name, lr, "),
-        (["{run}", "--out", "{run}/config.yaml"], "config.yaml': File exists; give another --out"),
+        (
+            ["{run}", "--out", "{run}/policy/config.yaml"],
+            "a file's ending must be of html, png, pdf, svg, csv, json, tex",
+        ),
         (["{run}", "--smooth", "0"], "smooth"),
         ([], "compare needs RUN"),
     ],

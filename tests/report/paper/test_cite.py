@@ -25,7 +25,7 @@ MADE |= {"repository": {"commit": "b" * 40, "changed_files": 3}}
 
 
 def run(seed, **changed):
-    config = {"seed": seed, "model": {"name": "builtin:reviews"}, "kl": {"coef": 0.05} | changed}
+    config = {"seed": seed, "model": {"name": "builtin:reviews"}, "advantage": {"n": 5}, "kl": {"coef": 0.05} | changed}
     python = {"reward_funcs": "score (mine.py, 1a2b3c4d)"}
     return Run(Path(f"run-{seed}"), config | {"python": python}, [], [], {"environment": MADE})
 
@@ -40,6 +40,7 @@ def test_software_machine_seeds_changed_settings_and_parts_are_named():
     assert "| `kl.coef` | `0.05` | `0.05` | `0.1` |" in text
     assert "| `python.reward_funcs` | `not set` | `score (mine.py, 1a2b3c4d)` | `score (mine.py, 1a2b3c4d)` |" in text
     assert "model.name" not in text, "the default"
+    assert "not read" not in text
     assert "version = {1.2}" in text
 
 

@@ -85,6 +85,8 @@ def check_formats(out: Path, formats: Sequence[str] | None) -> str | None:
         raise ConfigError(f"format is {unknown[0]!r}; it must be of {', '.join(FORMATS)}, separated by commas")
     ending = out.suffix.removeprefix(".")
     single = ending if ending in FORMATS else None
+    if ending.isalpha() and not single and not out.is_dir():
+        raise ConfigError(f"out is {str(out)!r}; a file's ending must be of {', '.join(FORMATS)}, a folder has none")
     if single and formats is not None:
         raise ConfigError(f"out is the file {str(out)!r}, and format is given too; leave it out, or give a folder")
     scipy_stats()

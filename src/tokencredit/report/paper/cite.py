@@ -11,6 +11,7 @@ from tokencredit.provenance.parts import label
 from tokencredit.report.comparison.stats import (
     MISSING,
     SEED,
+    UNREAD,
     RunGroup,
     group_runs,
     kinds_of,
@@ -53,7 +54,7 @@ def table(groups: Sequence[RunGroup], run_kind: RunKind) -> list[str]:
     """Rows of settings that differ from the defaults in a group, and of all parts of the user's, a column per group."""
     defaults = texts(asdict(run_kind.config()))
     keys = dict.fromkeys(key for group in groups for found in group.settings for key in without_seed(found))
-    shown = [key for key in keys if any(values(group.settings, key) != [defaults.get(key)] for group in groups)]
+    shown = [key for key in keys if {x for g in groups for x in values(g.settings, key)} - {defaults.get(key), UNREAD}]
     header = "| setting | default |" + "".join(f" {number} |" for number, _ in enumerate(groups, start=1))
     rows = [
         f"| {code(key)} | {cell([defaults.get(key, MISSING)])} | "
