@@ -63,6 +63,19 @@ def test_what_was_found_is_listed_before_a_refusal_that_ends_the_check(tmp_path,
     assert "was given as an object of Python" in errors
 
 
+def test_the_defaults_of_refused_settings_are_not_listed(tmp_path, capsys):
+    _, lines, _ = listed(capsys, "--reward", "mine.py:good", "--run.dir", tmp_path / "run")
+    assert [(state, part) for state, part, _ in lines if part in ("settings", "reward")] == [("error", "settings")]
+
+
+def test_messages_on_a_folder_in_use_name_flags_only_to_the_command(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    (told,) = (x.text for x in check(PPOConfig.from_dict({"run.dir": str(tmp_path)})) if x.part == "folder")
+    assert "--" not in told
+    _, lines, _ = listed(capsys, "--run.dir", tmp_path)
+    assert any("give another --run.dir" in text for _, part, text in lines if part == "folder")
+
+
 def test_a_reward_that_fails_is_an_error_and_the_others_are_called(tmp_path):
     def broken(completions):
         raise ValueError("bad")

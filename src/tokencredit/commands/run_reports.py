@@ -103,7 +103,7 @@ def audits_of(run: Path, options: Options, shared: dict[str, Any]) -> dict[str, 
 @command(
     "Estimate the best that any policy can reach at the run's KL price.",
     option("of", nargs="?", metavar="RUN", help="Folder of a run; or give --config FILE and keys."),
-    option("--samples", type=POSITIVE_INT, default=1024, help="Least completions of the reference; by default 1024."),
+    option("--samples", type=POSITIVE_INT, metavar="N", default=1024, help="Least reference samples; by default 1024."),
     kind=PPOConfig,
 )
 def limit(options: Options) -> None:

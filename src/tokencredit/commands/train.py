@@ -49,7 +49,7 @@ def check_run(options: Options) -> None:
     """Run `tokencredit train --check`; `RunStopped` if something must be changed."""
     if options.resume is not None:
         raise ConfigError("--check and --resume are both given; leave one of them out")
-    refused = list[str]()
+    refused, omitted = list[str](), set[str]()
     # A setting that is refused is listed and left out, so that the others are checked too.
     while True:
         try:
@@ -64,13 +64,14 @@ def check_run(options: Options) -> None:
                 for text in refused[:-1]:
                     print(f"{'error':<8} {'settings':<9} {visible(text)}")
                 raise
+            omitted |= {"settings", *(key.partition(".")[0] for key in named)}
             options.settings = grouped(PPOConfig, [x for x in given.items() if x[0] not in named])
 
     from tokencredit.tools.check_run import Finding, check
 
-    findings = [*(Finding("error", "settings", text) for text in refused), *check(config)]
+    findings = [*(Finding("error", "settings", text) for text in refused), *check(config, by_command=True)]
     for state, part, text in findings:
-        if not (refused and part == "settings" and state == "ok"):
+        if state != "ok" or part not in omitted:
             print(f"{state:<8} {part:<9} {visible(text)}")
     if failed := sum(state == "error" for state, *_ in findings):
         raise RunStopped(f"{failed} of these must be changed before this run can start")
@@ -153,7 +154,9 @@ LENGTH: dict[str, Any] = {"type": POSITIVE_INT, "metavar": "N"}
     option(
         "--prompt_tokens", help="Length of prompts, in tokens; by default they are tokenized and counted.", **LENGTH
     ),
-    option("--device", type=checked(Literal["cpu", "cuda"]), help="Device to plan for; by default this machine's."),
+    option(
+        "--device", type=checked(Literal["cpu", "cuda"]), metavar="cpu|cuda", help="Device; by default this machine's."
+    ),
     option("--memory", type=size, metavar="SIZE", help="Memory of that device, such as 24GB."),
     option("--no-time", action="store_true", help="Skip the calibration of time on this machine."),
     option("--out", metavar="FILE", help="New JSON file for the plan."),
@@ -200,6 +203,7 @@ def schema(options: Options) -> None:
     option(
         "--on",
         type=checked(Literal["local", "ray", "slurm"]),
+        metavar="local|ray|slurm",
         default="local",
         help="Place of the runs: processes here, tasks of a Ray cluster, or Slurm jobs.",
     ),

@@ -59,13 +59,15 @@ class Known:
     """Stands for the model, with its configuration alone; None if that cannot be read."""
     tokenizer: PreTrainedTokenizerBase | None = None
     rows: Prompts | Tasks | None = None
+    by_command: bool = False
+    """True if messages name flags of the command."""
 
 
 def check(config: PPOConfig, **given: Any) -> list[Finding]:
     """All findings on a run, without loading the policy; rewards are called on two made-up completions.
 
-    `given` are `reward_funcs`, `train_dataset` and `eval_dataset` of `PPOTrainer`. A check that fails does not end the
-    list.
+    `given` are `reward_funcs`, `train_dataset` and `eval_dataset` of `PPOTrainer`, and `by_command`. A check that fails
+    does not end the list.
     """
     known, findings = Known(require_config(config, PPOConfig), **given), list[Finding]()
     for part, examine in CHECKS.items():
@@ -98,7 +100,7 @@ def check_packages(known: Known) -> Lines:
 def check_folder(known: Known) -> Lines:
     """The run's folder."""
     folder = RunFolder(known.config.run.dir)
-    folder.refuse_if_used(by_command=True)
+    folder.refuse_if_used(known.by_command)
     place = folder.path.absolute()
     below = next(path for path in (place, *place.parents) if path.exists())
     if not (below.is_dir() and os.access(below, os.W_OK)):
