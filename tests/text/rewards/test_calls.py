@@ -207,7 +207,7 @@ def test_an_out_of_memory_error_of_the_search_is_raised_unchanged():
 
 def test_a_score_that_is_not_finite_is_not_retried():
     failing = Failing([1.0, float("nan")])
-    with pytest.raises(NonFiniteScore, match=r"reward term 'f' is nan for the text 'Say:three'$"):
+    with pytest.raises(NonFiniteScore, match=r"reward term 'f' is nan for the text 'Say:three';"):
         rate(Term("f", 1.0, failing))
     assert len(failing.calls) == 1
 

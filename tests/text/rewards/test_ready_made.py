@@ -96,6 +96,7 @@ def test_messages_are_read_by_their_contents():
         (lambda: length("lines"), r"unit is 'lines'; it must be one of words, characters, tokens"),
         (lambda: count(""), r"text is ''"),
         (lambda: regex("(a"), r"pattern is '\(a', which is not a valid regular expression: missing \)"),
+        (lambda: regex("a{99999999999999999999}"), r"is not a valid regular expression: the repetition"),
         (lambda: repetition(0), r"n is 0; it must be a whole number of at least 1"),
         (lambda: distinct(1.5), r"n is 1\.5"),
     ],

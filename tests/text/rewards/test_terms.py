@@ -16,6 +16,7 @@ import yaml
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from tokencredit.commands.command_line import config_parser, to_config
+from tokencredit.core.masked import moments
 from tokencredit.errors import ConfigError
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, RewardTerm
 from tokencredit.settings.text import PPOConfig
@@ -195,17 +196,23 @@ def test_functions_get_what_they_name():
         got["placed"] = (p, c, answer)
         return [0.0, 0.0]
 
+    def by_position(prompts, completions, answer, n=1, /, **columns):
+        got["by_position"] = (prompts, completions, answer, columns)
+        return [0.0, 0.0]
+
     class Callable:
         def __call__(self, completions, missing="default"):
             got["callable"] = (completions, missing)
             return [0.0, 0.0]
 
-    functions = {"everything": everything, "named": named, "placed": placed, "callable": Callable()}
+    functions = {"everything": everything, "named": named, "placed": placed}
+    functions |= {"by_position": by_position, "callable": Callable()}
     rate([Term(name, 1.0, function) for name, function in functions.items()], answer=["a", "b"])
     assert got == {
         "everything": (PROMPTS, COMPLETIONS, {"answer": ["a", "b"]}),
         "named": (COMPLETIONS, ["a", "b"]),
         "placed": (PROMPTS, COMPLETIONS, ["a", "b"]),
+        "by_position": (PROMPTS, COMPLETIONS, ["a", "b"], {}),
         "callable": (COMPLETIONS, "default"),
     }
 
@@ -371,10 +378,13 @@ def test_a_function_that_exits_fails_its_call_and_not_the_process(timeout, tmp_p
         build_terms([FunctionTerm(function=f"{tmp_path}/leaves.py:reward")], "cpu")
 
 
-def test_a_sum_that_float32_cannot_hold_is_not_finite():
-    huge = Term("huge", 10.0, lambda completions: [1e38] * len(completions))
-    with pytest.raises(NonFiniteScore, match=r"^the weighted sum of the rewards reaches 1e\+39, .* in float32$"):
-        rate([huge])
+def test_rewards_whose_squares_float32_cannot_sum_are_not_finite():
+    with pytest.raises(NonFiniteScore, match=r"^the weighted sum of the rewards reaches 2e\+15; .* within ±1e\+15$"):
+        rate([gives(0.0, [1e14, -1e14, 0.0], weight=10.0)])
+    with pytest.raises(NonFiniteScore, match=r"^reward term 'huge' is -1e\+20 for the text .*; it must lie within ±1e"):
+        rate([gives(0.0, -1e20, name="huge")])
+    total = torch.tensor(rate([gives(0.0, -1e15)]).totals)
+    assert moments(total, torch.ones(2, dtype=torch.bool))[2].isfinite()
 
 
 def test_a_function_that_raises_on_the_whole_only():
@@ -528,8 +538,8 @@ def test_the_example_of_the_docs(tmp_path):
 def test_a_function_that_changes_its_arguments_changes_them_for_itself():
     tries = []
 
-    def changing(completions, **columns):
-        completions[0][0]["content"] = "changed"
+    def changing(completions, words, **columns):
+        completions[0][0]["content"] = words.pop()
         completions.pop()
         columns["rows"][0].append(3)
         tries.append(len(completions))
@@ -541,7 +551,7 @@ def test_a_function_that_changes_its_arguments_changes_them_for_itself():
         return [float(len(completions[0][0]["content"])), float(len(columns["rows"][0]))]
 
     messages = [[{"role": "assistant", "content": "ab"}], [{"role": "assistant", "content": "c"}]]
-    terms = [Term("changing", 1.0, changing, retries=1), Term("reading", 1.0, reading)]
+    terms = [Term("changing", 1.0, changing, {"words": ["changed"]}, retries=1), Term("reading", 1.0, reading)]
     found = score(terms, [messages[0]] * 2, messages, {"rows": [[1, 2], []]}, [1, 1])
     assert tries == [1, 1]
     assert found.terms["reading"] == [2.0, 2.0]

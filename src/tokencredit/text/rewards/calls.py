@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NoReturn, TypeVar
 
 from tokencredit.distributed.processes import out_of_memory, restored
@@ -43,7 +44,7 @@ class RewardError(RunStopped):
 
 
 class NonFiniteScore(RewardError):
-    """A score is NaN or infinite."""
+    """A score is NaN, infinite or too large."""
 
 
 class MalformedResult(RewardError):
@@ -148,7 +149,7 @@ def _call(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call once; on a timeout a coroutine is cancelled, and a sync function's thread is abandoned."""
     # Lists of its own, which it may change, for the next term and the next try have theirs.
     args = [copied(value) for value in args]
-    kwargs = {name: value if name in term.kwargs else copied(value) for name, value in kwargs.items()}
+    kwargs = {name: copied(value) for name, value in kwargs.items()}
     try:
         with restored():
             if term.timeout is None and not is_coroutine_function(term.function):
@@ -185,7 +186,8 @@ def _arguments(term: Term, columns: Columns, source: str = TRAINING) -> tuple[li
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     missing = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in variadic and n not in named]
     if not missing:
-        return [], named
+        by_position = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        return [named.pop(name) for name in takewhile(named.__contains__, by_position)], named
     if len(missing) == 2 and missing == list(parameters)[:2]:
         rest = {name: value for name, value in named.items() if name not in ("prompts", "completions")}
         return [columns["prompts"], columns["completions"]], rest

@@ -68,7 +68,7 @@ def regex(pattern: str) -> RewardFunction:
     """
     try:
         compiled = re.compile(pattern)
-    except (re.error, TypeError) as error:
+    except (re.error, TypeError, OverflowError) as error:
         raise ConfigError(f"pattern is {pattern!r}, which is not a valid regular expression: {error}") from error
 
     def regex(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:

@@ -28,8 +28,8 @@ from tokencredit.text.rewards.reward_models import Classifier, RewardModel, load
 from tokencredit.text.rewards.texts import Texts, joined
 from tokencredit.user_code.user_objects import check_kwargs, load_object
 
-LARGEST = torch.finfo(torch.float32).max
-"""Largest magnitude of a score; rewards are float32 tensors."""
+LARGEST = 1e15
+"""Largest magnitude of a score; rewards are float32 tensors, and squares of them are summed."""
 Value = float | list[float] | None
 """A term's value for one completion."""
 PendingCall = Callable[[], list[Value]]
@@ -204,14 +204,14 @@ def score(
         completions: one per prompt, in the same format.
         columns: further arguments that functions may take by name, one entry per completion.
         lengths: sampled tokens of each completion, the end-of-sequence token included.
-        finite: raise for numbers that are not finite, instead of returning them.
+        finite: raise for numbers that are not finite or too large, instead of returning them.
         started: calls from `start_calls`.
 
     Raises:
         RewardError: after all retries, a function raised or exceeded its timeout.
         MalformedResult: it returned something other than a number, None or a list of `lengths[i]` numbers for each
             completion, which is no matter of retries.
-        NonFiniteScore: a number is NaN or infinite, or their sum is in float32, unless `finite` is false.
+        NonFiniteScore: a number or a completion's sum is NaN or beyond `LARGEST`, unless `finite` is false.
         ConfigError: a function requires a column that does not exist.
     """
     arguments, read = _call_arguments(prompts, completions, columns, lengths, finite)
@@ -261,9 +261,9 @@ def _add(terms: Sequence[Term], values: Mapping[str, list[Value]], lengths: Sequ
             elif value is not None:
                 totals[row] += term.weight * value
         summed[term.name] = [sum(value) if isinstance(value, list) else value for value in values[term.name]]
-    largest = max((abs(x) for row in (totals, *dense) for x in row), default=0.0)
+    largest = max((abs(x) + sum(map(abs, row)) for x, row in zip(totals, dense, strict=True)), default=0.0)
     if finite and largest > LARGEST:
-        raise NonFiniteScore(f"the weighted sum of the rewards reaches {largest:g}, which is infinite in float32")
+        raise NonFiniteScore(f"the weighted sum of the rewards reaches {largest:g}; it must lie within ±{LARGEST:g}")
     counted = [value for term in terms if term.weight for value in values[term.name] if value is not None]
     kinds = {isinstance(value, list) for value in counted}
     return Scores(totals, dense if True in kinds else None, summed, of_texts=False in kinds)
@@ -312,8 +312,8 @@ def _number(name: str, value: Any, text: str, finite: bool) -> float:
         number = float(value)
     except OverflowError:  # of a whole number with more than 308 digits
         number = math.inf
-    if finite and not math.isfinite(number):
-        raise NonFiniteScore(f"reward term {name!r} is {number} for the text {text!r}")
+    if finite and not abs(number) <= LARGEST:
+        raise NonFiniteScore(f"reward term {name!r} is {number} for the text {text!r}; it must lie within ±{LARGEST:g}")
     return number
 
 

@@ -58,7 +58,7 @@ def test_its_public_methods_are_its_tools():
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("37 * 58", 2146), (" 12-50\n", -38), ("(2 + 3) * -4", -20), ("7 / 2", 3.5), ("1.5 + 1", 2.5), ("--3", 3)],
+    [("37 * 58", 2146), (" 12-50\n", -38), ("(2 + 3) * -4", -20), ("7 / 2", 3.5), ("1.5 + 1", 2.5), ("--+3", 3)],
 )
 def test_values_of_expressions(expression, value):
     assert evaluate(expression) == value

@@ -80,6 +80,8 @@ def _value(node: ast.expr) -> Number:
             return value  # type: ignore[return-value]  # its type was just tested
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in BINARY:
             return BINARY[type(operation)](_value(left), _value(right))
     raise ValueError("an expression may have numbers, + - * / and brackets, and nothing else")
