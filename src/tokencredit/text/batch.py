@@ -168,7 +168,6 @@ class Batch:
             "reward": float(reward),
             "reward_std": float(variance.sqrt()),
             **term_metrics(self.terms, processes.sum, mask.device),
-            "entropy": entropy / tokens,
             "tokens": tokens,
             "length": tokens / rows,
             "truncated": cut / rows,
@@ -176,6 +175,8 @@ class Batch:
             "advantage_mean": float(advantage),
             "advantage_std": float(advantage_variance.sqrt()),
         }
+        if not self.drawn_elsewhere or rollout.entropy is not None:  # else a mean over other draws than the policy's
+            metrics["entropy"] = entropy / tokens
         if shaped is not None:
             _, reward, variance = moments(shaped, torch.ones_like(shaped, dtype=torch.bool), processes.sum)
             metrics |= {SHAPED: float(reward), f"{SHAPED}_std": float(variance.sqrt())}

@@ -232,11 +232,22 @@ def test_adopted_completions_without_log_probs_are_the_policys_and_need_no_corre
 def test_a_kl_to_aim_at_is_said_to_pass_over_draws_of_elsewhere(tmp_path):
     trainer = by_hand(tmp_path / "run", kl=KLConfig(target=6.0))
     before = trainer.credit.kl.coef
-    trainer.learn(trainer.adopt(PROMPTS, [[5, 6]] * 3, [[-1.0, -1.0]] * 3), [0.0, 1.0, 0.5])
+    metrics = trainer.learn(trainer.adopt(PROMPTS, [[5, 6]] * 3, [[-1.0, -1.0]] * 3), [0.0, 1.0, 0.5])
     assert trainer.credit.kl.coef == before
+    assert "log_ratio" in metrics
+    assert "entropy" not in metrics, "the log-probs of others' draws are none of the policy's entropy"
     trainer.close()
     said = "kl.target and stop.kl pass over batches that the current policy did not draw: their KL is not known"
     assert said in read_events(tmp_path / "run")
+
+
+def test_draws_of_elsewhere_have_no_share_of_the_attainable(tmp_path):
+    trainer = by_hand(tmp_path / "run", kl=KLConfig(place="both", estimator="full"))
+    metrics = trainer.learn(trainer.adopt(PROMPTS, [[5, 6]] * 3, [[-1.0, -1.0]] * 3), [0.0, 1.0, 0.5])
+    assert metrics["kl"] == pytest.approx(0, abs=1e-4)
+    assert not [name for name in metrics if name == "objective" or name.startswith("limit/")]
+    assert "objective" in learn(trainer)
+    trainer.close()
 
 
 def test_scores_need_a_trainer_without_a_reward(tmp_path):

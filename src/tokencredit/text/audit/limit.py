@@ -47,7 +47,7 @@ def limit_metrics(
     later iterations and resumed runs find it.
     """
     args = credit.args
-    if kl is None or obstacle(args) or args.rollout.max_age or batch.episodes is not None:
+    if kl is None or obstacle(args) or args.rollout.max_age or batch.drawn_elsewhere or batch.episodes is not None:
         return {}
     totals = credit.totals(batch)
     reward, rows = processes.sum(torch.stack([totals.sum(), totals.new_tensor(len(totals))])).tolist()
