@@ -22,7 +22,7 @@ from tokencredit.report.page import write_report
 from tokencredit.settings.data import ScoreConfig
 from tokencredit.settings.model import CriticConfig, LoraConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
-from tokencredit.settings.training import AdvantageConfig, OptimConfig, UpdateConfig
+from tokencredit.settings.training import AdvantageConfig, KLConfig, OptimConfig, UpdateConfig
 from tokencredit.text import pretraining
 from tokencredit.text.callbacks import Callback
 from tokencredit.text.ppo_trainer import PPOTrainer
@@ -128,9 +128,12 @@ def test_it_ends_where_held_out_batches_are_explained_no_better(run):
 def test_it_does_not_end_before_anything_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(pretraining, "PATIENCE", PATIENCE)
     critic = CriticConfig(lr=1e-9)
-    pretrain(small(tmp_path / "slow", 5, critic=critic, ppo=UpdateConfig(epochs=1, minibatches=1)))
+    args = small(tmp_path / "slow", 5, critic=critic, ppo=UpdateConfig(epochs=1, minibatches=1), kl=KLConfig(coef=0))
+    pretrain(args, reward_funcs=scores_with(1, lambda scores: [0.0 for _ in scores]))
     rows = read_jsonl(tmp_path / "slow" / "pretrain.jsonl")
-    assert max(row["explained_variance"] for row in rows) <= RISE
+    first, *others = [row["explained_variance"] for row in rows]
+    assert first is None, "equal returns have no variance to explain"
+    assert max(others) <= RISE
     assert len(rows) == 5
     (event,) = [text for text in read_events(tmp_path / "slow") if text.startswith("pretraining: ")]
     assert not event.endswith(", which no longer rose")

@@ -63,8 +63,8 @@ class Pretraining:
             number += 1
             row = self._batch(number)
             tokens += row["tokens"]
-            if "explained_variance" in row:
-                explained.append(row["explained_variance"])
+            if math.isfinite(variance := row.get("explained_variance", math.nan)):
+                explained.append(variance)
                 risen = max(explained) <= RISE or not plateau.update(explained[-1])
         last = explained[1:][-PATIENCE:] or explained
         mean = sum(last) / len(last) if last else math.nan
