@@ -223,6 +223,14 @@ def test_the_defaults_in_a_few_lines(tmp_path):
     ]
 
 
+def test_the_card_has_a_last_evaluation_of_0(tmp_path):
+    def zero(completions, **columns):
+        return [0.0 for _ in completions]
+
+    tc.PPOTrainer(args=summarized(tmp_path / "run", **{"eval.every": 1, "eval.samples": 4}), reward_funcs=zero).train()
+    assert "| eval/reward | 0 |" in (tmp_path / "run" / "policy" / "README.md").read_text()
+
+
 def test_an_adapter_prompts_of_a_file_and_several_terms(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from tokencredit.errors import ConfigError, importing, quoted
 from tokencredit.learn.state import trainable
 from tokencredit.report.paper.card import model_card
 from tokencredit.runs.folder import AUDIT
-from tokencredit.runs.jsonl import read_object
+from tokencredit.runs.jsonl import is_number, read_object
 from tokencredit.runs.recorder import RunRecord
 from tokencredit.runs.summary import OPEN_END, Summary, count, shortened
 from tokencredit.settings.data import ClassifierTerm, DefaultReward, RewardTerm
@@ -319,9 +318,7 @@ def write_card(args: PPOConfig, pipeline: Pipeline, record: RunRecord, summary: 
     folder, audit = run / record.run_kind.saved, run / AUDIT
     adapter = folder / ADAPTER_CONFIG
     base = read_object(adapter, adapter.read_bytes())["base_model_name_or_path"] if adapter.is_file() else ""
-    evaluations = [
-        row for row in record.history[record.history.evaluated :] if math.isfinite(row.get("eval/reward") or math.nan)
-    ]
+    evaluations = [row for row in record.history[record.history.evaluated :] if is_number(row.get("eval/reward"))]
     last = evaluations[-1] if evaluations else {}
     card = model_card(
         args,
