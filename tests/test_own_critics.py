@@ -14,7 +14,9 @@ from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.report.reading import read_run
 from tokencredit.report.story import story
 from tokencredit.settings.control import ControlConfig
+from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_kind import read_config
+from tokencredit.settings.training import UpdateConfig
 from tokencredit.text.ppo_trainer import PPOTrainer
 from tokencredit.tools.audit_run import audit_completions
 from tokencredit.user_code.parts import load_critic
@@ -166,6 +168,25 @@ def test_a_critic_that_a_resumed_run_would_begin_anew_stops_the_run(broken, buil
     message = rf"critic.kind {shown} \(test_own_critics.py\): a new one that loads its state has other values, so"
     with pytest.raises(RunStopped, match=message):
         trainer.train()
+
+
+def test_completions_that_are_left_out_of_the_loss_are_left_out_of_its_fit(tmp_path):
+    seen = []
+
+    class Seen(Mean):
+        def fit(self, returns, mask):
+            super().fit(returns)
+            seen.append(mask)
+
+    rollout = RolloutConfig(batch_size=16, max_new_tokens=20)
+    groups = {"critic": CriticConfig(kind=Seen), "rollout": rollout, "ppo": UpdateConfig(mask_truncated=True)}
+    trainer = PPOTrainer(args=text_config(tmp_path / "run", **groups))
+    scored = trainer.collect()
+    for cut in (scored.rollout.truncated, torch.ones(16, dtype=torch.bool)):
+        assert cut.any()
+        trainer.credit.give(replace(scored, rollout=replace(scored.rollout, truncated=cut)))
+    (mask,) = seen  # nothing is left of the second batch
+    assert torch.equal(mask, scored.rollout.mask & ~scored.rollout.truncated.unsqueeze(1))
 
 
 class Table(Mean):

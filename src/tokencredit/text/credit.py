@@ -61,7 +61,7 @@ class Credit:
         if not args.critic.ours or "prefix_scores" in read_by_parts(args):  # users' parts read scores of the text alone
             self.prefixes.end = []
         self.own = args.critic.kind if isinstance(args.critic.kind, OwnCritic) else None
-        self.state_checked = False
+        self.state_checked = self.of_texts = False
 
     def give(self, scored: Batch, *, fit: bool = True) -> tuple[Batch, Experience]:
         """Compute reward, advantage and return of each token, and the experience to learn from.
@@ -92,12 +92,12 @@ class Credit:
         # Advantages and returns. This batch's rewards enter the running baseline only now, since a baseline must not
         # depend on what it is subtracted from.
         advantages, returns = self._estimate(scored, score_rewards, kl_rewards, self.advantage_now())
-        if self.own is not None and fit:
+        in_loss = self._in_loss(rollout)
+        if self.own is not None and fit and in_loss.any():
             known = self._inputs(scored) | {"rewards": rewards, "returns": returns, "values": rollout.values}
-            self.own.fit(**named(self.own.fit, known))
+            self.own.fit(**named(self.own.fit, known | {"mask": in_loss}))
             self.state_checked = self.state_checked or self.own.check_state(partial(self._own_values, scored))
         self.baseline.update(rewards.sum(1), reduce=self.reduce)
-        in_loss = self._in_loss(rollout)
         batch = replace(
             scored,
             rewards=rewards,
@@ -324,10 +324,12 @@ class Credit:
                 "advantage.bootstrap is True, and the reward scores whole completions; a truncated one's score would "
                 "count twice: let every term return one number per token, or set advantage.bootstrap: false"
             )
-        if keys and not of_texts:
+        # A term may pass over a whole batch; earlier iterations have passed this check.
+        self.of_texts = self.of_texts or of_texts or self.baseline.count > 0
+        if keys and not self.of_texts:
             raise RunStopped(
-                f"{' and '.join(keys)} act on scores of whole completions, and the reward gives one number per token "
-                "or turn; leave them out, or scale the reward itself"
+                f"{' and '.join(keys)} act{'s' * (len(keys) == 1)} on scores of whole completions, and the reward "
+                "gives one number per token or turn; scale the reward itself instead"
             )
 
     def _experience(self, scored: Batch, rollout: Rollout, advantages: Tensor, returns: Tensor) -> Experience:

@@ -246,6 +246,10 @@ class PPOTrainer(LoopByHand):
                 # 2. Assign credit: reward, advantage and return of each token.
                 batch, experience = self.credit.give(scored)
                 self.last = self.handed and batch
+                events = episode_events(batch.episodes or ()) | end_event(self.credit.prefixes, self.tokenizer)
+                for own in map(json.loads, self.processes.texts(json.dumps(events))):
+                    for name, line in own.items():
+                        self._report_once(name, line)
             except UnusableBatch as bad:
                 # Nothing is learned from a batch with numbers that are not finite; too many of them end the run.
                 self.record.bad_step(number, str(bad), bad.rollout.inputs(), diverged=bad.diverged, texts=bad.texts)
@@ -279,13 +283,7 @@ class PPOTrainer(LoopByHand):
         """Sample the next batch from the current policy, and score it; errors as in `Pipeline.collect`."""
         later = max(self.args.run.iterations - len(self.record.history) - 1, 0)
         batch = self.handed or self.pipeline.drawn(partial(self.source.sample, later), **self.drawing())
-        scored = self.scored(batch)
-        events = episode_events(scored.episodes or ()) | end_event(self.credit.prefixes, self.tokenizer)
-        for name, line in (
-            pair for own in self.processes.texts(json.dumps(events)) for pair in json.loads(own).items()
-        ):
-            self._report_once(name, line)
-        return scored
+        return self.scored(batch)
 
     def update(self, number: int, batch: Batch, experience: Experience, kl: float | None = None) -> dict[str, float]:
         """Train policy and critic on a batch of this KL; returns metrics."""

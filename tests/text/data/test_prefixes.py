@@ -120,7 +120,7 @@ def test_prefixes_of_a_reward_that_reads_whole_texts_are_scored_with_their_end(t
     again = trainer.pipeline.scored(batch, rollout, values=True)
     assert again.ended is None, "it is tried once"
     torch.testing.assert_close(again.prefixes, batch.ended.scores)
-    trainer.collect()
+    trainer_of(tmp_path / "once", Term("whole", 1.0, of_whole, prefix=True), rollout=rollout).iteration(1)
     assert "prefixes are scored with '.' after them" in capsys.readouterr().out
 
 

@@ -337,11 +337,18 @@ def test_an_episode_without_turns_left_bootstraps_from_where_the_next_would_begi
 @pytest.mark.parametrize("score", [{"normalize": "running"}, *proofs({"normalize": "batch", "clip": 2.0})])
 def test_settings_of_scores_are_refused_where_every_reward_is_paid_by_turn(score, tmp_path):
     trainer = PPOTrainer(args=from_python(tmp_path / "run", score=ScoreConfig(**score)), environment_factory=Dice)
-    keys = " and ".join(f"score.{key}" for key in score)
-    with pytest.raises(RunStopped, match=f"^{keys} act on scores of whole completions, and the reward gives one"):
+    keys = " and ".join(f"score.{key}" for key in score) + " act" + "s" * (len(score) == 1)
+    with pytest.raises(RunStopped, match=f"^{keys} on scores of whole completions, and the reward gives one"):
         trainer.credit.give(trainer.collect())
-    both = from_python(tmp_path / "both", score=ScoreConfig(**score), reward=[FunctionTerm(function="length")])
-    PPOTrainer(args=both, environment_factory=Dice).iteration(1)
+    both, calls = from_python(tmp_path / "both", score=ScoreConfig(**score)), []
+
+    def once(completions, **columns):
+        calls.append(1)
+        return [float(len(text)) if len(calls) == 1 else None for text in completions]
+
+    trainer = PPOTrainer(args=both, environment_factory=Dice, reward_funcs=once)
+    trainer.credit.give(trainer.collect())
+    assert not trainer.credit.give(trainer.collect())[0].of_texts, "the term may pass over a batch"
 
 
 def test_a_reward_that_is_named_counts_even_if_it_equals_the_default():
