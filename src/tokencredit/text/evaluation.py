@@ -31,6 +31,7 @@ from tokencredit.text.engines.requests import LONGER
 from tokencredit.text.models.run_models import Models, load_source, with_reference
 from tokencredit.text.pipeline import Pipeline
 from tokencredit.text.rewards.terms import term_metrics
+from tokencredit.text.turns.environments import COLUMN
 from tokencredit.text.turns.episode_record import episode_metrics
 
 SEED_OFFSET = 1_000_003
@@ -112,6 +113,7 @@ def evaluate_source(
         prompts = setup.evaluation_prompts(config, models.policy.lm, models.tokenizer)
     else:
         prompts = setup.evaluation_tasks(config)
+        pipeline.player.environments.check_columns(prompts.columns, prompts.values(COLUMN))
     for line in filter(None, [*models.notes, *pipeline.engine.notes, prompts.dropped()]):
         print(visible(line))
     metrics = evaluate(pipeline, prompts, config)
