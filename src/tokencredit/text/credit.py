@@ -318,7 +318,7 @@ class Credit:
         keys = ["score.normalize"] * (args.normalize != "none") + ["score.clip"] * (args.clip is not None)
         if not (self.args.advantage.bootstrap or keys):
             return
-        of_texts = self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) > 0
+        of_texts = bool(self.reduce(torch.tensor(float(scored.of_texts), device=scored.scores.device)) > 0)
         if self.args.advantage.bootstrap and of_texts:
             raise RunStopped(
                 "advantage.bootstrap is True, and the reward scores whole completions; a truncated one's score would "
