@@ -156,7 +156,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["generate", "nowhere", "-n", "0"], "n is 0; it must be at least 1"),
         (["generate", "nowhere", "--engine", "x"], "engine is 'x'; it must be one of local, continuous, vllm"),
         (["generate", "x", "--prompt", "a", "--prompts.text", "b"], "--prompt and prompts.* are both given; leave one"),
-        (["generate", "x", "--prompt", "a", "--min_new_tokens", "25"], "it must be at most max_new_tokens, 24"),
+        (["generate", "x", "--prompt", "a", "--min_new_tokens", "129"], "it must be at most max_new_tokens, 128"),
         (
             ["generate", "x", "--prompt", "a", "--engine", "continuous", "--min_new_tokens", "2"],
             "min_new_tokens is 2; continuous batching has no minimum; set engine: local, or leave it out",

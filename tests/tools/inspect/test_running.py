@@ -144,5 +144,5 @@ def test_the_only_matrix_that_changed_is_the_answer(run, tmp_path):
     answer = inspect(copy)["answer"]
     assert answer["top"][0]["name"] == "layer 2 mlp"
     assert answer["top"][0]["share"] == pytest.approx(1, abs=1e-3)
-    assert "Layer 2 MLP carries 100 % of that" in answer["sentence"]
+    assert "Layer 2 MLP carries 100 % of the change" in answer["sentence"]
     assert all(share == pytest.approx(1, abs=1e-2) for share in answer["top"][0]["others"] if share is not None)
