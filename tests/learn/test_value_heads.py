@@ -198,15 +198,17 @@ def test_an_untrained_critic_begins_at_the_centre_of_the_first_returns():
     assert values(head, torch.randn(2, 4)).tolist() == [64.0, 64.0]
 
 
-def test_the_values_of_a_rollout_move_with_those_of_an_untrained_critic():
+def test_the_outputs_of_a_rollout_move_with_those_of_an_untrained_critic():
     """Else the value clip holds the critic at values of before, far from all returns, and it learns nothing."""
     head, states = scaled_head(), torch.randn(2, 2, 4)
     rollout = replace(experience([[60.0, 70.0], [64.0, 90.0]], [[True, True]] * 2), values=values(head, states))
     moved = adapt_heads([head], rollout, Processes())
-    torch.testing.assert_close(moved.values, values(head, states))
-    again = adapt_heads([head], replace(moved, returns=moved.returns + 30), Processes())
-    assert torch.equal(again.values, moved.values)
-    torch.testing.assert_close(again.values, values(head, states))
+    torch.testing.assert_close(moved.critic_outputs, values(head, states))
+    again = adapt_heads([head], replace(moved, critic_targets=moved.returns + 30), Processes())
+    assert head.support[1] > 80
+    assert torch.equal(again.critic_outputs, moved.critic_outputs)
+    torch.testing.assert_close(again.critic_outputs, values(head, states))
+    assert torch.equal(again.values, rollout.values), "what the advantages were computed with"
 
 
 @pytest.mark.parametrize(("factor", "offset"), [(10.0, 0.0), (1.0, 1000.0), (1e4, -1e6)])

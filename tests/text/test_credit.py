@@ -288,8 +288,11 @@ def test_values_are_the_fit_and_what_the_critic_adds(tokenizer):
     assert batch.fitted[:, 0].tolist() == pytest.approx([0.5] * 16, abs=0.1)
     torch.testing.assert_close(batch.rollout.values, batch.fitted, rtol=0.0, atol=0.01)  # this critic tells nothing
     # The critic learns the rest, from where it is.
-    torch.testing.assert_close(experience.values, torch.tensor(values))
-    torch.testing.assert_close(experience.returns, batch.returns - batch.fitted)
+    torch.testing.assert_close(experience.critic_outputs, torch.tensor(values))
+    torch.testing.assert_close(experience.critic_targets, batch.returns - batch.fitted)
+    # An own loss reads all of both.
+    assert torch.equal(experience.values, batch.rollout.values)
+    assert torch.equal(experience.returns, batch.returns)
 
 
 def test_lambda_follows_the_batches_that_the_run_learns_from(tokenizer):

@@ -35,6 +35,10 @@ class Experience:
     """None without a critic."""
     advantages: Tensor
     returns: Tensor
+    critic_outputs: Tensor | None = None
+    """Outputs of a critic that adds to values fitted otherwise; None for `values`."""
+    critic_targets: Tensor | None = None
+    """What such a critic learns; None for `returns`."""
     ref_logprobs: Tensor | None = None
     """Log-probabilities under the reference model, if the loss estimates the KL from them."""
     value_mask: Tensor | None = None
@@ -62,6 +66,11 @@ class Experience:
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.mask)
+
+    def of_critic(self) -> tuple[Tensor | None, Tensor]:
+        """The critic's outputs at the rollout, and what it learns."""
+        outputs = self.values if self.critic_outputs is None else self.critic_outputs
+        return outputs, self.returns if self.critic_targets is None else self.critic_targets
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, for a file."""

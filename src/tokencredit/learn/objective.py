@@ -326,13 +326,13 @@ class MicroBatchLoss:
 
     def value_loss(self, now: CriticOutputs) -> Tensor:
         """The critic's part, before its coefficient, with its gradient."""
-        rows = self.rows
+        rows, (outputs, targets) = self.rows, self.rows.of_critic()
         weights = self.weights if rows.value_mask is None else self._weights(rows.value_mask, 1)
         if now.histogram is not None:
             acted = self._indices(0, len(now.histogram.logits))
-            losses = histogram_loss(now.histogram.logits, rows.returns.flatten()[acted], now.histogram.edges)
+            losses = histogram_loss(now.histogram.logits, targets.flatten()[acted], now.histogram.edges)
             return weighted_sum(losses, weights.flatten()[acted])
-        assert rows.values is not None
-        values, old_values, returns = (x / now.scale for x in (now.values, rows.values, rows.returns))
-        losses = value_loss(values, old_values, returns, rows.mask, clip=self.objective.value_clip)
+        assert outputs is not None
+        values, outputs, targets = (x / now.scale for x in (now.values, outputs, targets))
+        losses = value_loss(values, outputs, targets, rows.mask, clip=self.objective.value_clip)
         return weighted_sum(losses, weights)

@@ -196,14 +196,14 @@ def adaptive_heads(model: nn.Module) -> list[AdaptiveHead]:
 
 
 def adapt_heads(heads: Iterable[AdaptiveHead], experience: Experience, processes: Processes) -> Experience:
-    """Adapt heads to an experience's finite returns, over all processes; returns it with the values that they now give.
+    """Adapt heads to the finite numbers that they learn, over all processes; returns their outputs as they now are.
 
     Those of a `ScaledHead` move at the first returns. The value clip would keep the critic near the old ones.
     """
-    values = experience.values
+    outputs, targets = experience.of_critic()
     for head in heads:
         untrained = head.support[0] == 0
-        head.adapt(experience.returns, experience.mask & experience.returns.isfinite(), processes)
-        if isinstance(head, ScaledHead) and values is not None:
-            values = torch.where(untrained, values * head.scale() + head.center(), values)
-    return replace(experience, values=values)
+        head.adapt(targets, experience.mask & targets.isfinite(), processes)
+        if isinstance(head, ScaledHead) and outputs is not None:
+            outputs = torch.where(untrained, outputs * head.scale() + head.center(), outputs)
+    return replace(experience, critic_outputs=outputs)

@@ -341,17 +341,16 @@ class Credit:
         if rollout.support is not None:
             inputs["support"] = rollout.support
         logprobs, behavior, age = self._policies(rollout)
-        values = rollout.values
-        if scored.fitted is not None:  # the critic learns what the fit leaves
-            values, returns = scored.critic_outputs, returns - scored.fitted
         return Experience(
             inputs=inputs,
             mask=rollout.mask,
             lengths=rollout.lengths(),
             logprobs=logprobs,
-            values=values,
+            values=rollout.values,
             advantages=advantages,
             returns=returns,
+            critic_outputs=scored.critic_outputs,  # the critic learns what the fit leaves
+            critic_targets=None if scored.fitted is None else returns - scored.fitted,
             ref_logprobs=reference.logprobs if self.args.kl.place == "loss" else None,
             value_mask=None if turns is None else turns.first & rollout.mask,
             behavior_logprobs=behavior,
