@@ -118,6 +118,21 @@ def test_a_support_far_wider_than_the_first_stays_finite_and_can_be_learned():
     assert values(head, states).item() == pytest.approx(20.0, abs=0.1 * width)
 
 
+def test_one_large_return_moves_no_learned_value_by_a_bin():
+    """All bins beyond the old support together weigh little, not each alone: at e⁻⁵ each, values moved by 4 bins."""
+    head, states, targets = head_of(), torch.eye(4), torch.tensor([0.0, 0.3, 0.6, 1.0])
+    head.follow(0.0, 1.0)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        histogram_loss(head.layers(states), targets, head.edges()).sum().backward()
+        optimizer.step()
+    before = values(head, states)
+    head.follow(0.0, 1000.0)
+    width = float(head.edges()[1] - head.edges()[0])
+    torch.testing.assert_close(values(head, states), before, atol=width, rtol=0)
+
+
 def experience(returns, mask):
     returns = torch.tensor(returns)
     return Experience({}, torch.tensor(mask), torch.ones(len(mask)), returns, returns, returns, returns)

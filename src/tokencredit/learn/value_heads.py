@@ -23,7 +23,7 @@ RESERVE = 0.25
 """Headroom for later returns at an end that moves, relative to the range of the returns."""
 MIN_RANGE = 1e-3
 """Smallest range of returns that the support covers, relative to the largest magnitude, or to 1."""
-MAX_DROP = 5.0
+MAX_DROP = 10.0
 """Largest drop of the logits of bins outside the old support below the outermost old bin, in nats."""
 
 
@@ -154,8 +154,8 @@ class HistogramHead(AdaptiveHead, nn.Module):
 
         Resamples the last layer onto the new bins, so that each state's density stays in place: a logit is the
         log-density at its bin's centre, interpolated linearly between the old ones, and outside the old support it
-        falls off like the Gaussian around a return. Values are preserved to within one new bin width. Adam's moments
-        are left as they are.
+        falls off like the Gaussian around a return. Learned values are preserved to within one new bin width. Adam's
+        moments are left as they are.
         """
         old_low, old_high = self.support.tolist()
         first = old_low == old_high == 0
@@ -196,7 +196,7 @@ def adaptive_heads(model: nn.Module) -> list[AdaptiveHead]:
 
 
 def adapt_heads(heads: Iterable[AdaptiveHead], experience: Experience, processes: Processes) -> Experience:
-    """Adapt heads to the finite numbers that they learn, over all processes; returns their outputs as they now are.
+    """Adapt heads to the finite targets of all processes; returns the experience with the outputs that they now give.
 
     Those of a `ScaledHead` move at the first returns. The value clip would keep the critic near the old ones.
     """
