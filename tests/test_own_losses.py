@@ -1,6 +1,7 @@
 """Policy losses of users: trained, measured and written down under their own names, for texts and agents."""
 
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -43,6 +44,15 @@ class Weighted(Objective):
         return self.weight * losses, dict.fromkeys(("squares", "reward"), losses.detach().square())
 
 
+def in_turns(*metrics):
+    """PPO's loss without a clip, and in each call the next of these metrics, each of one number."""
+    turns = cycle(metrics)
+    return lambda ratio, advantages: (
+        -ratio * advantages,
+        {k: torch.full_like(ratio, x) for k, x in next(turns).items()},
+    )
+
+
 class Minibatches(Callback):
     def __init__(self):
         self.rows = []
@@ -80,6 +90,13 @@ def test_extra_results_are_metrics(runs):
     assert [row["loss/ratio_of_mine"] for row in rows] == pytest.approx([row["ratio_mean"] for row in rows], rel=1e-4)
     assert all(0 <= row["loss/outside"] <= 1 for row in rows)
     assert all(row["loss/squares"] > 0 for row in read_metrics(folder / "class"))
+
+
+def test_metrics_go_by_their_names_whatever_their_order(tmp_path):
+    loss = in_turns({"one": 1, "two": 2}, {"two": 2, "one": 1})
+    trainer = PPOTrainer(args=text_config(tmp_path / "run", ppo=UpdateConfig(loss=loss, **PASSES)))
+    metrics = trainer.update(1, *trainer.credit.give(trainer.collect()))
+    assert (metrics["loss/one"], metrics["loss/two"]) == pytest.approx((1, 2))
 
 
 def test_the_clip_fraction_is_there_only_where_the_loss_reads_clip(runs):
@@ -154,6 +171,10 @@ def test_what_cannot_work_is_refused_before_training(settings, message, tmp_path
     [
         (lambda ratio: ratio.mean(), r"ppo.loss returned a loss of shape \(\); it must return a tensor"),
         (lambda ratio: ratio.detach(), "returned losses without a gradient; compute them from ratio or logprobs"),
+        (lambda ratio: (ratio, None), r"returned a loss of \(tensor"),
+        (lambda ratio: (ratio, ratio), r"returned a loss of \(tensor"),
+        (lambda ratio: (ratio, {"a": ratio}, 1), r"returned a loss of \(tensor"),
+        (in_turns({"one": 1}, {"two": 2}), "returned loss/one, loss/two in some calls only; it must return the same"),
         (lambda ratio: ratio / None, r"raised TypeError: .* at .*test_own_losses.py:\d+"),
     ],
 )

@@ -33,6 +33,7 @@ from tokencredit.core.off_policy import (
 )
 from tokencredit.core.rewards import KL_ROUNDING, kl_estimate
 from tokencredit.core.vocab_projection import TokenStats
+from tokencredit.errors import RunStopped
 from tokencredit.learn.experience import Experience
 from tokencredit.learn.value_heads import Histogram
 
@@ -283,6 +284,14 @@ class WeightedObjective(Objective):
         )
 
 
+def add_parts(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of the terms of two losses, by name."""
+    if one.keys() != other.keys():
+        names = ", ".join(sorted(one.keys() ^ other.keys()))
+        raise RunStopped(f"ppo.loss returned {names} in some calls only; it must return the same metrics in each")
+    return {name: x + other[name] for name, x in one.items()}
+
+
 class MicroBatchLoss:
     """The loss of one micro-batch: the model calls it for the policy's part, `complete` adds the critic's."""
 
@@ -301,8 +310,8 @@ class MicroBatchLoss:
         weights = self.weights.flatten()[indices]
         losses = self.objective.token_losses(now, self.rows, indices)
         sums = {name: weighted_sum(x, weights) for name, x in losses.items()}
-        for name, part in sums.items():
-            self.parts[name] = self.parts[name] + part.detach() if name in self.parts else part.detach()
+        parts = {name: x.detach() for name, x in sums.items()}
+        self.parts = add_parts(self.parts, parts) if self.parts else parts
         return self.objective.total(sums, self.rows.divisor)
 
     def _indices(self, first: int, count: int) -> Tensor:

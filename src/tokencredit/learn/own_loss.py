@@ -65,7 +65,8 @@ class FunctionObjective(Objective):
             **{name: getattr(self, name) for name in LOSS_SETTINGS},
         }
         result = self.function(**{name: known[name] for name in self.named if name in known})
-        losses, metrics = result if isinstance(result, tuple) else (result, {})
+        pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+        losses, metrics = result if pair else (result, {})
         for name, x in {"a loss": losses, **metrics}.items():
             if not isinstance(x, Tensor) or x.shape != logprobs.shape:
                 found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from tokencredit.core.losses import Clip, RatioStats, ratio_stats
 from tokencredit.core.off_policy import CorrectionStats
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
+from tokencredit.learn.objective import add_parts
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,11 @@ def update_metrics(
     rounding it is a bug: 8e-6 in float32; in bfloat16 up to 5e-2, since each pass batches rows its own way.
     """
     micro_batches = [micro for record in records for micro in record]
-    names = ["loss", *micro_batches[0].parts]
-    sums = torch.stack([torch.stack([micro.loss, *micro.parts.values()]) for micro in micro_batches]).sum(0)
-    means = (processes.sum(sums) / len(records)).tolist()
+    sums = reduce(add_parts, [{"loss": micro.loss} | micro.parts for micro in micro_batches])
+    means = (processes.sum(torch.stack(list(sums.values()))) / len(records)).tolist()
     errors = [(m.logprobs - m.old_logprobs).masked_fill(~m.mask, 0.0).abs().max() for m in records[0]]
     metrics = {
-        **dict(zip(names, means, strict=True)),
+        **dict(zip(sums, means, strict=True)),
         **ratios(micro_batches, clip, processes).metrics(),
         "first_ratio_error": float(processes.max(torch.stack(errors).amax()).expm1()),
     }

@@ -18,7 +18,7 @@ from torch import Tensor
 from tokencredit.core.estimator_table import BOUNDS, INPUTS, SETTINGS, parameters_of
 from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.learn.objective import Objective
-from tokencredit.learn.own_loss import LOSS_INPUTS
+from tokencredit.learn.own_loss import LOSS_INPUTS, LOSS_SETTINGS
 from tokencredit.learn.rng import preserved
 from tokencredit.provenance.parts import is_users
 from tokencredit.runs.checkpoint import as_read
@@ -119,7 +119,7 @@ def load_loss(args: Update) -> Update:
         return args
     loss = load_part(args.loss, "ppo.loss")
     name = name_of(loss)
-    known = (*LOSS_INPUTS, "clip", "dual_clip")
+    known = (*LOSS_INPUTS, *LOSS_SETTINGS)
     if isinstance(loss, type) and issubclass(loss, Objective):
         check_fields(loss, name, args.kwargs)
         return replace(args, loss=guarded_class(loss, f"ppo.loss {name}"))
