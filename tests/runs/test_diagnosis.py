@@ -247,7 +247,7 @@ def test_an_engine_may_round_otherwise(dtype, rounding, mismatch):
     assert names([row | old for row in rows], ahead) == [], "drawn with the weights of an earlier update"
     assert names([row | old for row in rows], config) == [], "learned again in a loop by hand"
     assert names([row | old | {"behavior_kl": 0.08} for row in rows], ahead) == []
-    new = {"age_max": 0.0, "age_mean": 0.0}  # the first batch, of an update whose own passes count
+    new = {"age_max": 0.0, "age_mean": 0.0}  # the first batch
     assert names([row | new for row in rows[:1]], ahead) == []
     (again,) = diagnose([row | old | {"behavior_kl": 0.2} for row in rows], config)
     assert "learn from a batch soon, and only once" in again.advice

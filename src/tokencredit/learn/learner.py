@@ -94,8 +94,9 @@ class Learner:
 
         Returns:
             `loss`, its parts and `grad_norm` as means over minibatches with acted tokens, the ratio metrics over all
-            tokens, `first_ratio_error`, and the numbers of `steps` taken and `bad_steps` skipped. Critic-only steps
-            add their number, `critic_steps`, and the value loss of their last pass, `critic_value_loss`.
+            tokens, those of the first minibatch (`update_metrics`), and the numbers of `steps` taken and `bad_steps`
+            skipped. Critic-only steps add their number, `critic_steps`, and the value loss of their last pass,
+            `critic_value_loss`.
 
         Raises:
             NonFiniteUpdate: a loss or gradient was not finite, and `on_step` re-raises it.
@@ -103,7 +104,7 @@ class Learner:
         settings = self.settings
         records: list[list[StepRecord]] = []
         grad_norms: list[float] = []
-        bad_steps = 0
+        taken = bad_steps = 0
         self.whitened.clear()
         # Scale or support of the value head must fit the returns before it learns from them.
         experience = adapt_heads(self.value_heads, experience, self.processes)
@@ -123,24 +124,25 @@ class Learner:
                     on_step(whitened, self.locate(minibatch))
                     continue
                 records.append(record)
+                grad_norms.append(grad_norm)
                 # The update ends before the step of a policy that is already too far away; NaN counts as too far.
                 if settings.target_kl is not None:
                     kl = ratios(record, self.objective.metric_clip, self.processes).metrics()["approx_kl_k3"]
                     if not kl <= settings.target_kl:
                         break
                 self.optimizer.step()
-                grad_norms.append(grad_norm)
+                taken += 1
                 on_step(whitened, None)
                 if each is not None:
                     own = update_metrics([record], self.objective.metric_clip, self.processes)
-                    each({"minibatch": len(grad_norms)} | own | {"grad_norm": grad_norm})
+                    each({"minibatch": taken} | own | {"grad_norm": grad_norm})
             critic, bad_critic_steps = self.critic_steps(experience, self.objective, settings.critic_epochs, on_step)
         drop_gradients(self.parameters)  # sampling needs the memory
-        steps: dict[str, float] = {"steps": len(grad_norms), "bad_steps": bad_steps + bad_critic_steps} | critic
+        steps: dict[str, float] = {"steps": taken, "bad_steps": bad_steps + bad_critic_steps} | critic
         if not records:
             return steps
         metrics = update_metrics(records, self.objective.metric_clip, self.processes)
-        return metrics | {"grad_norm": sum(grad_norms) / max(len(grad_norms), 1)} | steps
+        return metrics | {"grad_norm": sum(grad_norms) / len(grad_norms)} | steps
 
     def pretrain_critic(self, experience: Experience, *, on_step: OnStep = raise_non_finite) -> dict[str, float]:
         """Fit the critic's own parameters to the returns of one rollout, with as many steps as it takes in an update.

@@ -85,10 +85,12 @@ class StepRecord(NamedTuple):
 def update_metrics(
     records: Sequence[Sequence[StepRecord]], clip: Clip | None, processes: Processes
 ) -> dict[str, float]:
-    """Mean loss and terms over minibatches, and metrics of ratios and weights over all tokens, of all processes.
+    """Mean loss and terms over minibatches, and metrics of ratios over all tokens, of all processes.
 
-    `first_ratio_error` is the largest deviation of the ratio from 1 in the first minibatch, e^|log r| − 1. Beyond
-    rounding it is a bug: 8e-6 in float32; in bfloat16 up to 5e-2, since each pass batches rows its own way.
+    Those of weights are of the first minibatch, before a step of the update's own. So is `first_ratio_error`, the
+    largest deviation of the ratio from 1, e^|log r| − 1. Beyond rounding it is a bug: 8e-6 in float32; in bfloat16 up
+    to 5e-2, since each pass batches rows its own way. Only around a behavior or interpolated policy, the age of samples
+    and filters explain it too.
     """
     micro_batches = [micro for record in records for micro in record]
     sums = reduce(add_parts, [{"loss": micro.loss} | micro.parts for micro in micro_batches])
@@ -99,7 +101,7 @@ def update_metrics(
         **ratios(micro_batches, clip, processes).metrics(),
         "first_ratio_error": float(processes.max(torch.stack(errors).amax()).expm1()),
     }
-    corrections = [x for micro in micro_batches if (x := micro.correction) is not None]
+    corrections = [x for micro in records[0] if (x := micro.correction) is not None]
     if corrections:
         total = processes.sum(torch.stack([x.sums for x in corrections]).sum(0))
         metrics |= CorrectionStats(total, corrections[0].weighted).metrics()

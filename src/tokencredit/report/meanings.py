@@ -32,7 +32,7 @@ MEANINGS = {
     "ratio_mean": "Mean ratio of a token's probability, updated over sampled; 1 is no change.",
     "ratio_min": "Smallest ratio of a token's probability, updated over sampled.",
     "ratio_max": "Largest ratio of a token's probability, updated over sampled.",
-    "first_ratio_error": "Largest distance of a ratio from 1 before the first step, where only rounding explains one.",
+    "first_ratio_error": "Largest distance of a ratio from 1 before any step: rounding, or an older proximal policy.",
     "behavior_ratio": "Mean ratio of the policy's probabilities to those that drew the tokens; 1 if they agree.",
     "behavior_kl": "KL from the distribution that drew the tokens to the policy.",
     "weight_mean": "Mean importance weight of a token.",
