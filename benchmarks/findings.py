@@ -416,6 +416,7 @@ def tables(found: Studies) -> dict[str, str]:
         "claims-changes": claims_by_place(by_change(changes), CHANGE_CLAIMS) if changes else NOT_RUN,
         "recipes": table(by_world(recipes), in_recipes) if recipes else NOT_RUN,
         "claims-recipes": claims_by_place(recipes, RECIPE_CLAIMS) if recipes else NOT_RUN,
+        "verdict-10": verdicts_by_place(paths, PATH_CLAIMS, list(PATH_CLAIMS)) if paths else NOT_RUN,
         "claims-whole-path": claims_by_place(paths, PATH_CLAIMS) if paths else NOT_RUN,
         "whole-path": table(by_world(paths), path_columns) if paths else NOT_RUN,
         "scaling": table(

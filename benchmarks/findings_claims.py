@@ -131,15 +131,19 @@ RECIPE_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
         whole,
         [("write-up: base", "write-up: orthogonal-head", "value_loss")],
     ),
-    "in episodes of three sentences, credit by turn beats credit by token": (
+    "in episodes of three sentences, credit by token beats credit by turn": (
         whole,
-        [("turns-sentences: turn-gae", "turns-sentences: token-gae", "reward")],
+        [("turns-sentences: token-gae", "turns-sentences: turn-gae", "reward")],
     ),
-    "GAE beats group-relative credit and leave-one-out there": (
+    "credit by turn beats group-relative credit there": (
+        whole,
+        [("turns-sentences: turn-gae", "turns-sentences: group-relative", "reward")],
+    ),
+    "credit by token beats group-relative credit and leave-one-out there": (
         whole,
         [
-            (f"turns-sentences: {gae}", f"turns-sentences: {other}", "reward")
-            for gae, other in product(("token-gae", "turn-gae"), ("group-relative", "leave-one-out"))
+            ("turns-sentences: token-gae", f"turns-sentences: {other}", "reward")
+            for other in ("group-relative", "leave-one-out")
         ],
     ),
 }
