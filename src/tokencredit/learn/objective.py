@@ -6,6 +6,7 @@ token statistics, so that the projection to a large vocabulary can form its grad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
@@ -284,12 +285,13 @@ class WeightedObjective(Objective):
         )
 
 
-def add_parts(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums of the terms of two losses, by name."""
-    if one.keys() != other.keys():
-        names = ", ".join(sorted(one.keys() ^ other.keys()))
+def sum_parts(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Sums of the terms of losses, by name."""
+    if some := {name for x in parts for name in x.keys() ^ parts[0].keys()}:
+        names = ", ".join(sorted(some))
         raise RunStopped(f"ppo.loss returned {names} in some calls only; it must return the same metrics in each")
-    return {name: x + other[name] for name, x in one.items()}
+    stacked = torch.stack([torch.stack([x[name] for name in parts[0]]) for x in parts])
+    return dict(zip(parts[0], stacked.sum(0), strict=True))
 
 
 class MicroBatchLoss:
@@ -311,7 +313,7 @@ class MicroBatchLoss:
         losses = self.objective.token_losses(now, self.rows, indices)
         sums = {name: weighted_sum(x, weights) for name, x in losses.items()}
         parts = {name: x.detach() for name, x in sums.items()}
-        self.parts = add_parts(self.parts, parts) if self.parts else parts
+        self.parts = sum_parts([self.parts, parts]) if self.parts else parts
         return self.objective.total(sums, self.rows.divisor)
 
     def _indices(self, first: int, count: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from tokencredit.core.losses import Clip, RatioStats, ratio_stats
 from tokencredit.core.off_policy import CorrectionStats
 from tokencredit.distributed.processes import Processes
 from tokencredit.learn.experience import Experience
-from tokencredit.learn.objective import add_parts
+from tokencredit.learn.objective import sum_parts
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def update_metrics(
     and filters explain it too.
     """
     micro_batches = [micro for record in records for micro in record]
-    sums = reduce(add_parts, [{"loss": micro.loss} | micro.parts for micro in micro_batches])
+    sums = sum_parts([{"loss": micro.loss} | micro.parts for micro in micro_batches])
     means = (processes.sum(torch.stack(list(sums.values()))) / len(records)).tolist()
     errors = [(m.logprobs - m.old_logprobs).masked_fill(~m.mask, 0.0).abs().max() for m in records[0]]
     metrics = {

@@ -154,7 +154,7 @@ class HistogramHead(AdaptiveHead, nn.Module):
 
         Resamples the last layer onto the new bins, so that each state's density stays in place: a logit is the
         log-density at its bin's centre, interpolated linearly between the old ones, and outside the old support it
-        falls off like the Gaussian around a return. Learned values are preserved to within one new bin width. Adam's
+        falls off like the Gaussian around a return. Learned values are preserved to about one new bin width. Adam's
         moments are left as they are.
         """
         old_low, old_high = self.support.tolist()
