@@ -135,17 +135,17 @@ def by_world(worlds: Mapping[str, Any]) -> Study:
 def at_ppos_kl(study: Study) -> Study:
     """A study of the whole path, with DPO and IPO at the KL at which each seed's PPO ends.
 
-    Each figure lies on a line between the SFT model and the runs of each β; a seed whose runs all end below PPO's KL
-    has none.
+    Each figure lies on a line over √KL, in which Gao et al. (2022) draw rewards, between the SFT model and the runs of
+    each β; a seed whose runs all end below PPO's KL has none.
     """
     found: dict[str, dict[str, Run]] = {}
     for loss, (seed, ppo) in product(("DPO", "IPO"), study["PPO"].items()):
         path = [runs[seed] for name, runs in study.items() if name == "SFT" or name.startswith(loss)]
         path.sort(key=lambda run: run["kl"][0])
-        at, kls = ppo["kl"][0], [run["kl"][0] for run in path]
+        at, *kls = (max(run["kl"][0], 0.0) ** 0.5 for run in (ppo, *path))
         found.setdefault(f"{loss} at PPO's KL", {})[seed] = {
             name: [float(np.interp(at, kls, [run[name][0] for run in path]))] if at <= kls[-1] else [] for name in ppo
-        }
+        } | {"kl": ppo["kl"]}
     return {**study, **found}
 
 

@@ -174,7 +174,7 @@ def test_a_record_that_has_run_does_not_begin_anew_with_its_weights(tmp_path):
     assert resumed(args)[0] == 0
 
 
-def test_the_dates_of_all_starts_and_the_first_known_command_are_in_the_summary(tmp_path, monkeypatch):
+def test_the_dates_of_all_starts_are_in_the_summary(tmp_path, monkeypatch):
     args, made = begun(tmp_path / "run")  # killed: without a summary
     first, starts = made.environment["started"], []
     for number in range(2):
@@ -185,9 +185,20 @@ def test_the_dates_of_all_starts_and_the_first_known_command_are_in_the_summary(
         starts.append(made.environment["started"])
         dates = made.end("a test", lambda folder, summary: None)["environment"]
         assert dates["begun"] <= first <= dates["resumed"][0]
-        assert dates["command"] == "train 0"
+        assert "command" not in dates, "the first one is not known"
         assert len(dates["resumed"]) == len(starts)
         assert all(date <= start for date, start in zip(dates["resumed"], starts, strict=True))
+
+
+def test_a_resumed_run_keeps_its_first_command(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train", "first"])
+    args, made = begun(tmp_path / "run")
+    for arguments in ("second", "third"):
+        assert made.end("a test", lambda folder, summary: None)["environment"]["command"] == "train first"
+        monkeypatch.setattr("sys.argv", ["train", arguments])
+        made.folder.unlock()
+        made = record(args)
+        made.resume(args, 0, lambda *_: ())
 
 
 def test_resuming_the_same_record_counts_each_iteration_once(tmp_path):

@@ -36,7 +36,7 @@ class Experience:
     advantages: Tensor
     returns: Tensor
     critic_outputs: Tensor | None = None
-    """Outputs of a critic that adds to values fitted otherwise; None for `values`."""
+    """Outputs of a critic that adds to values fitted otherwise, or whose head has adapted; None for `values`."""
     critic_targets: Tensor | None = None
     """What such a critic learns; None for `returns`."""
     ref_logprobs: Tensor | None = None

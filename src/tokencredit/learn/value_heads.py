@@ -200,10 +200,11 @@ def adapt_heads(heads: Iterable[AdaptiveHead], experience: Experience, processes
 
     Those of a `ScaledHead` move at the first returns. The value clip would keep the critic near the old ones.
     """
-    outputs, targets = experience.of_critic()
+    given, targets = experience.of_critic()
+    outputs = given
     for head in heads:
         untrained = head.support[0] == 0
         head.adapt(targets, experience.mask & targets.isfinite(), processes)
         if isinstance(head, ScaledHead) and outputs is not None:
             outputs = torch.where(untrained, outputs * head.scale() + head.center(), outputs)
-    return replace(experience, critic_outputs=outputs)
+    return experience if outputs is given else replace(experience, critic_outputs=outputs)

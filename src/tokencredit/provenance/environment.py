@@ -63,7 +63,7 @@ def resumed(run: Path) -> dict[str, Any]:
     """Dates of a run that is resumed now, `begun` and a list `resumed`, and its first `command` and `script`.
 
     From the summary of its last end. If it was killed, `begun` is from its first event or the date of config.yaml, and
-    there is no command.
+    the command and script are None.
     """
     try:
         before = json.loads((run / "summary.json").read_bytes())["environment"]
@@ -73,7 +73,7 @@ def resumed(run: Path) -> dict[str, Any]:
         before, begun = {}, datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds")
         with suppress(OSError, ValueError, LookupError, TypeError), (run / "events.jsonl").open("rb") as events:
             begun = min(begun, str(json.loads(events.readline())["time"]))
-    first = {name: before[name] for name in ("command", "script") if name in before}
+    first = {name: before.get(name) for name in ("command", "script")}
     return {**first, "begun": begun, "resumed": [*before.get("resumed", []), now()]}
 
 

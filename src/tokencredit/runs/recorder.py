@@ -215,7 +215,8 @@ class RunRecord:
         while self.early:
             self.log(self.early.pop(0))
         self.started = time.perf_counter()
-        self.environment = environment() | self.processes.hardware() | self.environment if self.main else {}
+        found = environment() | self.processes.hardware() | self.environment if self.main else {}
+        self.environment = {name: x for name, x in found.items() if x is not None}
         self.trackers.start(len(self.history) + 1, self.config, self.run_kind.headline)
         for event in events:
             self.event(event)

@@ -148,7 +148,7 @@ class PPOConfig(Configuration):
             refuse(self, "ppo.minibatches", f"it must be at most rollout.batch_size, {size}")
         needs = self.advantage.reads()
         alike = (needs.group or needs.baseline) and not is_own(self.advantage.estimator)  # within a completion
-        if alike and self.advantage.whiten == "minibatch" and self.ppo.minibatches > size // 2:
+        if alike and self.advantage.whiten == "minibatch" and self.ppo.minibatches > max(size // 2, 1):
             reason = f"a completion alone is whitened to 0; it must be at most {size // 2}, half of rollout.batch_size"
             refuse(self, "ppo.minibatches advantage.whiten", f"{reason}, or set advantage.whiten: batch")
         if self.ppo.loss == "gspo" and self.ppo.clip >= TOKEN_CLIP:

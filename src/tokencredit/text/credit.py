@@ -324,8 +324,7 @@ class Credit:
                 "advantage.bootstrap is True, and the reward scores whole completions; a truncated one's score would "
                 "count twice: let every term return one number per token, or set advantage.bootstrap: false"
             )
-        # A term may pass over a whole batch; earlier iterations have passed this check.
-        self.of_texts = self.of_texts or of_texts or self.baseline.count > 0
+        self.of_texts = self.of_texts or of_texts  # a term may pass over a whole batch later
         if keys and not self.of_texts:
             raise RunStopped(
                 f"{' and '.join(keys)} act{'s' * (len(keys) == 1)} on scores of whole completions, and the reward "

@@ -270,7 +270,7 @@ class Pipeline:
 
     def _agreed(self, batch: Batch, compute: Callable[[], T], what: str = "") -> T:
         """What the reward terms give; if a process fails, all stop, and save, together."""
-        scores, reason = None, f"a reward term {what}is not finite in another process"
+        scores, reason = None, f"a reward term {what}is not finite or too large in another process"
         with self.processes.agreed(RewardError, ConfigError):
             try:
                 scores = compute()

@@ -538,8 +538,8 @@ def test_the_example_of_the_docs(tmp_path):
 def test_a_function_that_changes_its_arguments_changes_them_for_itself():
     tries = []
 
-    def changing(completions, words, **columns):
-        completions[0][0]["content"] = words.pop()
+    def changing(completions, **columns):
+        completions[0][0]["content"] = "changed"
         completions.pop()
         columns["rows"][0].append(3)
         tries.append(len(completions))
@@ -551,7 +551,7 @@ def test_a_function_that_changes_its_arguments_changes_them_for_itself():
         return [float(len(completions[0][0]["content"])), float(len(columns["rows"][0]))]
 
     messages = [[{"role": "assistant", "content": "ab"}], [{"role": "assistant", "content": "c"}]]
-    terms = [Term("changing", 1.0, changing, {"words": ["changed"]}, retries=1), Term("reading", 1.0, reading)]
+    terms = [Term("changing", 1.0, changing, retries=1), Term("reading", 1.0, reading)]
     found = score(terms, [messages[0]] * 2, messages, {"rows": [[1, 2], []]}, [1, 1])
     assert tries == [1, 1]
     assert found.terms["reading"] == [2.0, 2.0]

@@ -219,7 +219,7 @@ def test_a_prompt_that_does_not_fit_is_refused(player):
             super().reset(row)
             return "up " * 2000
 
-    limit = r"at least one, and at most \d+; lower rollout\.max_new_tokens \(120\) or shorten the prompt"
+    limit = r"at least one, and at most \d+; lower max_new_tokens \(120\) or shorten the prompt"
     with pytest.raises(RunStopped, match=rf"the prompt of an episode has \d+ tokens; it must have {limit}"):
         play(player(Wordy))
 

@@ -149,7 +149,7 @@ def _call(term: Term, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call once; on a timeout a coroutine is cancelled, and a sync function's thread is abandoned."""
     # Lists of its own, which it may change, for the next term and the next try have theirs.
     args = [copied(value) for value in args]
-    kwargs = {name: copied(value) for name, value in kwargs.items()}
+    kwargs = {name: value if name in term.kwargs else copied(value) for name, value in kwargs.items()}
     try:
         with restored():
             if term.timeout is None and not is_coroutine_function(term.function):

@@ -162,7 +162,7 @@ class EpisodePlayer:
         for prompt, episode in zip(prompts, episodes, strict=True):
             text, row = framing.prompt(prompt, episode.tools)
             if not row or (longest is not None and len(row) > longest):
-                advice = f"; lower rollout.max_new_tokens ({max_new_tokens}) or shorten the prompt"
+                advice = f"; lower max_new_tokens ({max_new_tokens}) or shorten the prompt"
                 limit = "" if longest is None else f", and at most {longest}{advice}"
                 raise RunStopped(f"the prompt of an episode has {len(row)} tokens; it must have at least one{limit}")
             texts.append(text)
