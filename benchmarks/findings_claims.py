@@ -146,6 +146,13 @@ RECIPE_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
             for other in ("group-relative", "leave-one-out")
         ],
     ),
+    "with as many prompts per batch too": (
+        whole,
+        [
+            ("turns-sentences: token-gae-8-per-prompt", f"turns-sentences: {other}", "reward")
+            for other in ("group-relative", "leave-one-out")
+        ],
+    ),
 }
 """Claims on variants of other studies, for each world."""
 PATH_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
@@ -195,7 +202,8 @@ def recipes_by_world(found: Studies) -> dict[str, Study]:
     """The runs of other studies' variants that were run in more worlds, by the title of the world."""
     others = found.get("recipes", {})
     names = {name for study in others.values() for name in study if name != "limit"}
-    built_in = {name: found[name.partition(": ")[0]][name.partition(": ")[2]] for name in sorted(names)}
+    own = {f"{study}: {name}": runs for study, variants in found.items() for name, runs in variants.items()}
+    built_in = {name: own[name] for name in sorted(names & own.keys())}
     return by_change({"builtin": built_in} | others) if names else {}
 
 
