@@ -51,9 +51,8 @@ class Speaker:
         turns = [*self.history, user(message)]
         while True:
             prompt: Prompt = turns if self.converses else message
-            batch = Prompts([{"prompt": prompt}], self.policy.tokenizer, settings, name="the message", keys="").batch(
-                0, 1
-            )
+            prompts = Prompts([{"prompt": prompt}], self.policy.tokenizer, settings, name="the message", keys="")
+            batch = prompts.batch(0, 1)
             length = batch.ids.shape[1]
             if limit is None or length <= limit:
                 return batch

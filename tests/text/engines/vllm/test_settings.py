@@ -117,6 +117,6 @@ def test_without_vllm_the_message_says_what_to_install(tokenizer, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     policy = ActorCritic(load_language_model(ModelConfig())[0])
-    message = r"^engine: vllm needs vLLM, which is not installed: pip install 'tokencredit\[vllm\]'$"
+    message = r"^the engine vllm needs vLLM, which is not installed: pip install 'tokencredit\[vllm\]'$"
     with pytest.raises(ConfigError, match=message):
         VllmSampler(policy, tokenizer, [0], Precision("float32", torch.device("cpu")))

@@ -55,7 +55,7 @@ class VllmSampler(Sampler):
             ConfigError: vLLM is not installed, or does not run this model.
         """
         if importlib.util.find_spec("vllm") is None:
-            raise NotInstalled("engine: vllm", "vLLM", "tokencredit[vllm]")
+            raise NotInstalled("the engine vllm", "vLLM", "tokencredit[vllm]")
         self.tokenizer, self.end_ids, self.device = tokenizer, list(end_ids), precision.device
         self.vocabulary = rows_of(policy)
         first = next(iter(VllmSampler._alive), None)
