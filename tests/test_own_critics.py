@@ -215,6 +215,23 @@ def test_an_object_is_trained_as_a_copy_and_runs_with_it_are_alike(tmp_path):
     assert PPOTrainer(args=longer).train(resume_from_checkpoint=True).iterations == 3
 
 
+class Drawn(Mean):
+    """A critic that begins with a random number."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = float(torch.rand(()))
+
+
+def test_the_seed_decides_a_critics_first_values(tmp_path):
+    before, means = torch.get_rng_state(), []
+    for seed in (1, 1, 2):
+        args = text_config(tmp_path / "run", seed=seed, critic=CriticConfig(kind=Drawn))
+        means.append(PPOTrainer(args=args).credit.own.part.mean)
+    assert means[0] == means[1] != means[2]
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_an_object_whose_functions_act_on_it_is_trained_itself():
     part = Mean()
     assert load_critic(CriticConfig(kind=part), ()).kind.part is not part

@@ -280,6 +280,13 @@ def test_agents_have_no_token_ids():
         ControlTrainer(args)
 
 
+def test_an_agents_file_draws_nothing_from_the_callers_generators(tmp_path):
+    (tmp_path / "mine.py").write_text(f"import torch\n\ntorch.rand(())\n{FILE}")
+    before = torch.get_rng_state()
+    ControlTrainer(control_config(tmp_path, advantage=AgentAdvantageConfig(estimator=f"{tmp_path}/mine.py:my_gae")))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def failing(rewards, values):
     raise KeyError("x")
 

@@ -59,17 +59,17 @@ class ControlTrainer(Trainer):
     def __init__(self, args: ControlConfig | None = None):
         """Make environments, agent and optimizer; raises `ConfigError` for what cannot be used."""
         self.args = args = require_config(args, ControlConfig)
-        loaded = load_parts(args)
-        self.advantage = loaded.advantage
         processes = Processes(args.run.timeout)
         refuse_unsplit(args, processes)
         self.record = RunRecord(args.run, processes, CONTROL)
-        own = own_parts(args)
-        self.record.parts = {key: describe(part) for key, part in loaded_parts(args).items()}
-        given = {key: label(self.record.parts[key]) for key, part in own.items() if not isinstance(part, str)}
-        self.args = replace(args, python=given)
         with isolated(), threads(args.threads), expected_warnings(args.env):
-            seed_all(args.seed)
+            seed_all(args.seed)  # for draws by libraries and by user code
+            loaded = load_parts(args)
+            self.advantage = loaded.advantage
+            self.record.parts = {key: describe(part) for key, part in loaded_parts(args).items()}
+            own = own_parts(args)
+            given = {key: label(self.record.parts[key]) for key, part in own.items() if not isinstance(part, str)}
+            self.args = replace(args, python=given)
             copies, stack = args.env.number // processes.count, args.agent.observations()
             self.envs = make_envs(args.env, copies, args.advantage.gamma, stack=stack, processes=processes)
             if part := environment_part(self.envs):

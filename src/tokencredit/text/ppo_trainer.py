@@ -113,11 +113,11 @@ class PPOTrainer(LoopByHand):
         loaded = {"model": None if isinstance(model, str) else model, "processing_class": processing_class}
         given = given_parts(args, own | rows | loaded | {"callbacks": callbacks or None})
         refuse_python(args, f"{args.run.dir or 'RUN'}/config.yaml", given)
-        self.loaded = load_parts(args)  # with a user's functions in place of their names
         self.processes = Processes(args.run.timeout)
         setup.check_batch_size(args, self.processes.count)
         with rng.isolated():
             rng.seed_all(args.seed)  # for draws by libraries, such as new layers' weights, and by user code
+            self.loaded = load_parts(args)  # with a user's functions in place of their names
             environments = setup.environments_of(args, environment_factory, tools)
             terms = setup.load_terms(args, reward_funcs, self.processes.device, environments)
             sharding = Sharding.of(args, self.processes)
