@@ -123,6 +123,7 @@ def test_processes_meet_only_if_all_come(store, monkeypatch):
     main, other = join(store, timeout=0.4)
     assert not main.meet("an error")
     assert other.meet("an error"), "the first one came too"
+    assert not main.meet("an error"), "the other did not come again"
 
 
 def test_a_process_that_does_not_start_is_named(store, monkeypatch):

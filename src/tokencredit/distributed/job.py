@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,6 +65,7 @@ class Job:
         store: store of this start alone.
         members: the processes of this start, by rank.
         starts: number of starts so far, this one included; 1 without such a memory.
+        visits: how often this process has come to `meet`, by place.
         id: name of the job; None if the launcher keeps no memory over restarts, and has no name for it either.
     """
 
@@ -83,6 +85,7 @@ class Job:
         own = None if name == "none" else name
         self.id = self.memory.compare_set("job", "", token_hex(8)).decode() if self.remembers else own
         self.starts = int(self.memory.get("starts"))
+        self.visits: Counter[str] = Counter()
 
     def _connection(self, *, host: bool) -> TCPStore:
         """Connect to the launcher's store, or host it where the launcher has none."""
@@ -161,8 +164,9 @@ class Job:
             raise ProcessLost(f"{self.members[0]} gave no answer: {first_line(error)}") from error
 
     def meet(self, place: str) -> bool:
-        """True if all processes of this start come to this place within some seconds."""
-        keys = [f"{place}/{rank}" for rank in range(self.count)]
+        """True if all processes of this start come to this place, each as often as the others, within seconds."""
+        self.visits[place] += 1
+        keys = [f"{place}/{self.visits[place]}/{rank}" for rank in range(self.count)]
         end = time.monotonic() + min(MEETING, self.timeout / 2)
         with suppress(DistError):
             self.store.set(keys[self.rank], "")
