@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
-from functools import cache, partial, wraps
+from functools import cache, cached_property, partial, wraps
 from importlib.util import module_from_spec, spec_from_file_location
 
 import numpy as np
@@ -150,13 +150,46 @@ class Decorated:
         return [len(text) for text in completions]
 
 
-@pytest.mark.parametrize("function", [decorated, without_gradients, with_cached, Decorated])
+class Cached:
+    """An object with a value that is computed once."""
+
+    @cached_property
+    def sign(self):
+        return SIGN
+
+
+class Outer:
+    """A class around another."""
+
+    class Inner:
+        def sign(self):
+            return SIGN
+
+
+@pytest.mark.parametrize("function", [decorated, without_gradients, with_cached, Decorated, Cached, Outer])
 def test_what_lies_below_and_in_decorators_counts(monkeypatch, function):
     before = describe(function)
     assert before["name"] == function.__name__
     assert f" {function.__name__}" in before["source"]
     monkeypatch.setitem(globals(), "SIGN", 2)
     assert describe(function)["digest"] != before["digest"]
+
+
+class Signed:
+    """A class with a constant that is computed."""
+
+    sign = -SIGN
+
+
+class Inherits(Signed):
+    """A subclass."""
+
+
+@pytest.mark.parametrize("part", [Signed, Inherits, Inherits()])
+def test_attributes_of_a_class_count(monkeypatch, part):
+    before = describe(part)["digest"]
+    monkeypatch.setattr(Signed, "sign", 1)
+    assert describe(part)["digest"] != before
 
 
 def test_the_body_of_a_decorator_counts():
@@ -235,6 +268,18 @@ def test_sets_and_objects_without_a_text_have_one_digest():
     assert rows_digest([{"label": object()}]) == rows_digest([{"label": object()}])
 
 
+@pytest.mark.parametrize("kind", [np.float32, torch.Tensor])
+def test_types_of_numbers_are_known_by_their_names(kind):
+    assert describe(partial(score, kind=kind))["arguments"]["kind"] == kind.__name__
+
+
+def test_sparse_tensors_and_streams_are_described():
+    from datasets import Dataset
+
+    for value in (torch.eye(2).to_sparse(), Dataset.from_list([{"a": 1}]).to_iterable_dataset()):
+        json.dumps(describe(partial(score, power=value)))
+
+
 def doubled(completions, threshold, **columns):
     threshold *= 2
     return [len(text) > threshold for text in completions]
@@ -282,7 +327,25 @@ def counter():
     return inner
 
 
-@pytest.mark.parametrize("value", [counted, counter(), Penalty(1)])
+class Counted:
+    """An object that counts its calls, and its class all objects."""
+
+    objects = 0
+
+    def __init__(self):
+        self.calls = 0
+        Counted.objects += 1
+
+    def __call__(self, completions):
+        self.calls += 1
+        type(self)()
+
+
+class Inheriting(Counted):
+    """A subclass."""
+
+
+@pytest.mark.parametrize("value", [counted, counter(), Penalty(1), Counted(), Inheriting()])
 def test_what_code_changes_itself_is_no_argument(value):
     before = describe(value)["digest"]
     value(["a"])

@@ -40,9 +40,9 @@ def describe(value: Any) -> Part:
     """The description of a function, class, callable object, `partial`, dataclass, name, `Dataset` or list of rows.
 
     The digest of code is of its source, its `arguments` (of a partial; the fields of an object; a function's defaults
-    and variables of enclosing functions), what it `reads` by name of the user's own (functions, classes, constants),
-    and its `decorators`. Equal parts have equal digests in every process and folder. What the code itself changes, such
-    as a list that it appends to, is its state and no argument.
+    and variables of enclosing functions), what it `reads` by name of the user's own (functions, classes, constants; a
+    class's attributes), and its `decorators`. Equal parts have equal digests in every process and folder. What the code
+    itself changes, such as a list that it appends to, is its state and no argument.
     """
     return {"name": value, "digest": _sha(value)} if isinstance(value, str) else _Describer().part(value)
 
@@ -108,10 +108,12 @@ class _Describer:
 
     def __init__(self) -> None:
         self.met: dict[int, Any] = {}
+        self.changed: set[str] = set()
+        """Names of attributes that the code changes itself."""
 
     def part(self, value: Any) -> Part:
         """The description of a part."""
-        if isinstance(value, list) or (hasattr(value, "column_names") and hasattr(value, "with_format")):
+        if isinstance(value, list) or all(hasattr(value, x) for x in ("column_names", "with_format", "__len__")):
             return {"rows": len(value), "columns": column_names(value), "digest": rows_digest(value)}
         self.met[id(value)] = value
         arguments: dict[str, Any] = {}
@@ -126,10 +128,14 @@ class _Describer:
         if is_users(code) and (file := _file(code)) is not None:
             part["file"] = file
         source = _source(code)
-        state, built = _state(source), code is type(value)
+        built = code is type(value)
+        state = set[str]().union(*(_state(_source(kind)) for kind in getattr(code, "__mro__", [code])))
+        self.changed |= {name.rpartition(".")[2] for name in state if "." in name}
         own = _fields(value) if built else _variables(code)
         own = {name: x for name, x in own.items() if ("self." * built + name) not in state} | arguments
-        for key, values in {"arguments": own, "reads": {k: x for k, x in _reads(code) if k not in state}}.items():
+        reads = {name: x for name, x in _reads(code) if name not in state}
+        reads |= {f"{code.__name__}.{name}": x for name, x in _attributes(code) if name not in self.changed}
+        for key, values in {"arguments": own, "reads": reads}.items():
             if shown := {name: self.plain(x) for name, x in values.items()}:
                 part[key] = shown
         exact: Any = [code.__module__, source] if source is None else source
@@ -158,7 +164,7 @@ class _Describer:
         if isinstance(value, list | tuple | set | frozenset):
             entries = [self.plain(x) for x in value]
             return _cut(entries if isinstance(value, list | tuple) else sorted(entries, key=json.dumps), value)
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
             return f"{value.dtype} {list(value.shape)} ({_sha(_numbers(value))[:8]})"
         if isinstance(value, partial | MethodType) or hasattr(value, "state_dict") or is_users(value):
             return self.part(value)
@@ -176,7 +182,14 @@ def code_of(value: Any) -> Any:
 def _functions(code: type) -> Iterator[Any]:
     """The functions of a class's own methods and properties, and its other attributes."""
     for member in vars(code).values():
-        yield getattr(member, "__func__", getattr(member, "fget", member))
+        yield getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
+
+
+def _attributes(code: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of a user's class's own data and nested classes."""
+    for name, value in vars(code).items() if isinstance(code, type) and is_users(code) else ():
+        if not name.startswith("__") and not hasattr(type(value), "__get__"):  # as functions and properties have
+            yield name, value
 
 
 def _wrappers(value: Any) -> Iterator[FunctionType]:
@@ -234,7 +247,7 @@ def _numbers(array: Any) -> bytes:
     import numpy as np  # loaded by whatever made the array
 
     if hasattr(array, "detach"):
-        array = array.detach().cpu()
+        array = array.detach().cpu().to_dense()
         array = array.float() if array.is_floating_point() and array.itemsize < 4 else array  # NumPy has no bfloat16
     array = np.asarray(array)
     return array.tobytes() if array.dtype != object else repr(array.tolist()).encode()
@@ -291,7 +304,7 @@ def _reads(code: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state(source: str | None) -> set[str]:
-    """Names of variables, and `self.NAME` of attributes, that a source changes itself after an object's construction.
+    """Names of variables and attributes that a source changes itself, an object's own after its construction.
 
     Local variables are none.
     """
@@ -301,7 +314,7 @@ def _state(source: str | None) -> set[str]:
         return set()
     names: set[str] = set()
     for function in _outermost(tree):
-        nodes = [*ast.walk(function)] if getattr(function, "name", "") not in CONSTRUCTORS else []
+        nodes, constructs = [*ast.walk(function)], getattr(function, "name", "") in CONSTRUCTORS
         shared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
         stored = [node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)]
         local = {node.id for node in stored if isinstance(node, ast.Name)} - shared
@@ -310,7 +323,9 @@ def _state(source: str | None) -> set[str]:
             inner: Any = changed
             while isinstance(inner, ast.Subscript):
                 inner = inner.value
-            if isinstance(inner, ast.Attribute) or (isinstance(inner, ast.Name) and inner.id not in local):
+            constructed = constructs and ast.unparse(inner).startswith("self.")
+            variable = isinstance(inner, ast.Attribute) or (isinstance(inner, ast.Name) and inner.id not in local)
+            if variable and not constructed:
                 names.add(ast.unparse(inner))
     return names
 
