@@ -215,6 +215,21 @@ def test_an_object_is_trained_as_a_copy_and_runs_with_it_are_alike(tmp_path):
     assert PPOTrainer(args=longer).train(resume_from_checkpoint=True).iterations == 3
 
 
+class Twice(Mean):
+    """A critic whose state has one tensor under two names."""
+
+    def state_dict(self):
+        mean = torch.full((), float(self.mean))
+        return {"mean": mean, "best": mean}
+
+
+def test_a_tensor_under_two_names_is_kept_in_a_checkpoint(tmp_path):
+    run = quiet(tmp_path / "run", save_every=1)
+    PPOTrainer(args=text_config("", critic=CriticConfig(kind=Twice), run=run)).train()
+    run.iterations = 2
+    assert PPOTrainer(args=text_config("", critic=CriticConfig(kind=Twice), run=run)).train(True).iterations == 2
+
+
 class Drawn(Mean):
     """A critic that begins with a random number."""
 

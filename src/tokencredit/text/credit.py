@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from tokencredit.core.rewards import kl_of_next, overlong_penalty, token_rewards
 from tokencredit.errors import RunStopped
 from tokencredit.learn.controllers import KLController, RunningMoments
 from tokencredit.learn.experience import Experience
+from tokencredit.runs.checkpoint import as_read
 from tokencredit.settings.parts import is_own
 from tokencredit.settings.text import PPOConfig
 from tokencredit.settings.training import ADAPTED, AdvantageConfig
@@ -359,9 +359,10 @@ class Credit:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The KL controller's state, the running moments, the fit to prefixes and what λ follows."""
         parts = ("kl", "scores", "baseline", "prefixes", "lam_choice")
-        # A copy, since `fit` may work in place.
-        own = {} if self.own is None else {"own": deepcopy(self.own.part.state_dict())}
-        return {name: getattr(self, name).state_dict() for name in parts} | own
+        state = {name: getattr(self, name).state_dict() for name in parts}
+        if self.own is not None:  # a copy, since `fit` may work in place
+            state["own"] = as_read(self.own.part.state_dict(), f"critic.kind {self.own.name}: state_dict()")
+        return state
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Restore the state of `state_dict`; parts without a state stay."""
