@@ -263,7 +263,8 @@ class ControlTrainer(Trainer):
         write_final_report(self.record)
         command = audit_command(self.record.folder.path, self.record.config)
         audit = {"tokencredit audit RUN": "audit of the credit"} if command else {}
-        self.record.next_steps({"tokencredit play RUN": "whole episodes with the trained agent"} | audit)
+        play = {"tokencredit play RUN": "whole episodes with the trained agent"}
+        self.record.next_steps({} if self.record.registers else play | audit)
         if stopped_by != INTERRUPT:  # after which another train() goes on
             with suppress(Exception):  # everything is written; a process of an environment may be gone
                 self.envs.close()

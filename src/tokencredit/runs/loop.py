@@ -313,7 +313,8 @@ def audit_at_end(
     if settings.every and summary.iterations % settings.every == 0:  # it is audited
         _say_significant(record, record.history[-1])
         return
-    (least, most), command = AUDIT_ROWS, audit_command(record.folder.path, record.config)
+    least, most = AUDIT_ROWS
+    command = "" if record.registers else audit_command(record.folder.path, record.config)
     try:
         # The clock of the main process decides for all.
         seconds, each = json.loads(record.processes.texts(json.dumps([summary.seconds, cost()]))[0])

@@ -274,8 +274,13 @@ class RunRecord:
     def how_to_resume(self, mended: Sequence[str] = ()) -> str:
         """How to resume this run: as `resuming.how_to_resume`, or how to continue one that is complete."""
         path, done = self.folder.path, max(resuming.saved(self.folder.path), default=0)
-        by_hand, config = self.by_hand, self.config
-        return self._complete(done) or resuming.how_to_resume(path, self.run_kind, config, mended, by_hand=by_hand)
+        how = {"python": bool(self.config["python"]) or self.registers, "by_hand": self.by_hand}
+        return self._complete(done) or resuming.how_to_resume(path, self.run_kind, self.args.save_every, mended, **how)
+
+    @property
+    def registers(self) -> bool:
+        """True if the user's script has registered the environment, so that no command knows it."""
+        return "env.id" in self.parts and ":" not in self.config["env"]["id"]
 
     def _complete(self, done: int) -> str:
         """The setting to raise after `done` iterations if they are all, else an empty text."""

@@ -244,18 +244,18 @@ def refuse_other_parts(run: Path, parts: Mapping[str, Part]) -> None:
 
 
 def how_to_resume(
-    run: Path, run_kind: RunKind, config: Mapping[str, Any], mended: Sequence[str] = (), *, by_hand: bool
+    run: Path, run_kind: RunKind, save_every: int, mended: Sequence[str] = (), *, python: bool, by_hand: bool
 ) -> str:
-    """How to resume a run: the command, or for one from Python the call, with a caution if there is no checkpoint.
+    """How to resume a run: the command, or for one from `python` the call, with a caution if there is no checkpoint.
 
     `mended` are the parts of the user, by argument or key, that have to change first.
     """
-    if caution := never_saved(run, config["run"]["save_every"]):
+    if caution := never_saved(run, save_every):
         return f"no checkpoint is saved, so it cannot be resumed: {caution}"
     caution = "" if saved(run) else "no checkpoint is saved yet, so resuming begins anew; "
     caution += "mend it, then " if mended else ""
     parts = json.dumps(list(mended))
-    if config["python"] or by_hand:
+    if python or by_hand:
         in_trl = f'(TRL\'s settings={{"run.allow_changed": {parts}}})'
         changed = f" and args.run.allow_changed = {parts} {in_trl}" if mended else ""
         return (
