@@ -9,7 +9,7 @@ from tokencredit.user_code.user_objects import check_kwargs, load_object
 
 @pytest.fixture
 def file(tmp_path):
-    path = tmp_path / "mine.py"
+    path = tmp_path / "mine.v2.py"
     path.write_text(
         "import dataclasses\nRUNS = []\n@dataclasses.dataclass\nclass One:\n    level: int = 1\nNONE = None\n"
     )

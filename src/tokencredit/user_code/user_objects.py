@@ -50,7 +50,8 @@ def _from_file(location: str, kind: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no {kind} file {location!r} (looked for {path})")
     key = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
-    name = f"{MODULE}{path.stem}_{key}"
+    stem = re.sub(r"\W", "_", path.stem)  # a dot would be that of a package
+    name = f"{MODULE}{stem}_{key}"
     if name in sys.modules:
         return sys.modules[name]
     # A module that runs the file, here and in processes that it spawns. Not the file itself, whose compiled form would
