@@ -90,22 +90,24 @@ def test_a_row_of_an_episode_has_its_turns_and_credit_of_the_policys_tokens():
     assert row_of(episode) == [3, 1.0, -3.0, None, "p", said, "a[+0.50]c[+1.00]"]
 
 
-def test_tensorboard_finds_one_run_and_forgets_what_is_done_again(tmp_path):
+@pytest.mark.parametrize("done", [0, 2])
+def test_tensorboard_finds_one_run_and_forgets_what_is_done_again(done, tmp_path):
     args = config(tmp_path / "run", ["tensorboard"])
     made = record(args)
     made.begin(args, 0, 0)
     iterate(made, range(1, 4))
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "000003")
+    for number in range(done + 1, 4):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"{number:06d}")
     time.sleep(1)  # TensorBoard orders its files by the second in their names
     again = record(args)
-    assert again.resume(args, 0, lambda *_: ()) == 2
-    iterate(again, [3, 4], reward=10.0)
+    assert again.resume(args, 0, lambda *_: ()) == done
+    iterate(again, range(done + 1, 5), reward=10.0)
     again.end("iterations", lambda folder, _: (folder / "weights").write_text(""))
     folder = tmp_path / "run" / "tensorboard" / "tokencredit"
     assert len(list(folder.glob("events*"))) == 2
     events = EventAccumulator(str(folder)).Reload()
     values = [(event.step, event.value) for event in events.Scalars("reward")]
-    assert values == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    assert values == [(n, 1.0 * n if n <= done else 10.0 * n) for n in range(1, 5)]
     assert "iteration" not in events.Tags()["scalars"]
 
 

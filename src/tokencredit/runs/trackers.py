@@ -64,7 +64,7 @@ class Trackers:
             options: dict[str, Any] = {"logging_dir": str(self.folder)} if kind.requires_logging_directory else {}
             if name in RUN_NAME:
                 options[RUN_NAME[name]] = run_name(self.folder.absolute().parent)
-            if name == "tensorboard" and first > 1:
+            if name == "tensorboard":
                 options["purge_step"] = first
             with self._reported(f"{name} is disabled"):
                 tracker = kind(PROJECT, **options)
