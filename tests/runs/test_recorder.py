@@ -17,13 +17,14 @@ from tokencredit.distributed.processes import Processes
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.provenance.parts import describe
 from tokencredit.runs.checkpoint import FORMAT
+from tokencredit.runs.folder import saved
 from tokencredit.runs.recorder import BAD_STEPS_KEPT, RunRecord
 from tokencredit.settings.data import EnvironmentConfig, FunctionTerm, PromptsConfig, ScoreConfig
 from tokencredit.settings.model import CriticConfig, ModelConfig
 from tokencredit.settings.rollout import RolloutConfig
 from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
-from tokencredit.settings.training import EvalConfig, KLConfig, OptimConfig, RunConfig
+from tokencredit.settings.training import AdvantageConfig, EvalConfig, KLConfig, OptimConfig, RunConfig
 
 pytestmark = pytest.mark.slow
 
@@ -368,6 +369,39 @@ def test_only_settings_that_choose_a_part_let_it_be_another(key, changed, refuse
     again.parts = {key: {"name": "now", "digest": "1" * 64}}
     with pytest.raises(ConfigError, match=re.escape(f"{key} is now")) if refused else nullcontext():
         again.resume(args, 0, lambda *_: ())
+
+
+def judged(rewards, bias):
+    return bias
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_kwargs_of_the_same_code_are_settings(edited, tmp_path):
+    def recorded(bias):
+        args = config(tmp_path / "run", advantage=AdvantageConfig(estimator="mine.py:judged", kwargs={"bias": bias}))
+        made = record(args)
+        made.parts = {"advantage.estimator": describe(partial(judged, bias=bias))}
+        return made, args
+
+    made, args = recorded(1)
+    made.begin(args, 0, 0)
+    iterate(made, [1])
+    made.folder.unlock()
+    made, args = recorded(2)
+    made.parts["advantage.estimator"]["source"] += "# edited" * edited
+    with pytest.raises(ConfigError, match="begun with judged") if edited else nullcontext():
+        made.resume(args, 0, lambda *_: ())
+        assert read_events(tmp_path / "run")[-1] == "advantage.kwargs.bias is now 2; it was 1"
+
+
+def test_the_checkpoint_before_the_first_iteration_is_not_kept_as_the_best(tmp_path):
+    args = config(tmp_path / "run")
+    args.run.keep_last = 1
+    made = record(args)
+    made.begin(args, 0, 0)
+    made.checkpoint(0, {"weights": torch.zeros(1)}, {"own": 0})
+    iterate(made, [1])
+    assert saved(tmp_path / "run") == [1]
 
 
 class Judge:

@@ -158,7 +158,8 @@ def changed_parts(
 ) -> Iterator[tuple[str, str]]:
     """Parts that differ from those that a run began with, by argument or key, and a line on each for the user.
 
-    A part that `changed` settings choose, such as a data set's split, is no part that was replaced.
+    A part that `changed` settings choose, such as a data set's split or the `kwargs` of the same code, is no part that
+    was replaced.
 
     Raises:
         ConfigError: one is not among the `allowed`.
@@ -172,7 +173,9 @@ def changed_parts(
         if (old and old["digest"]) == (new and new["digest"]):
             continue
         rows = (f"{key.removesuffix('dataset')}split", *READ) if key.endswith("dataset") else ()
-        if not settings.isdisjoint({key, *rows}):
+        kwargs = f"{key.partition('.')[0]}.kwargs."
+        same_code = old and new and _without_arguments(old) == _without_arguments(new)
+        if not settings.isdisjoint({key, *rows}) or (same_code and any(x.startswith(kwargs) for x in changed)):
             continue
         here, there = (label(part) if part else "not given" for part in (new, old))
         if not {key, key.partition("[")[0]} & {*allowed, *FINGERPRINTED}:
@@ -181,6 +184,11 @@ def changed_parts(
                 f"{json.dumps([key])}"
             )
         yield key, f"{key} is now {here}; it was {there}"
+
+
+def _without_arguments(part: Part) -> Part:
+    """The description of a part but for what it is called with, and its place."""
+    return {name: x for name, x in part.items() if name not in ("arguments", "given", "digest", "file")}
 
 
 def changes_since(
