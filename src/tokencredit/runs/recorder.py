@@ -86,7 +86,7 @@ class RunRecord:
         self.history = History()
         self.samples: list[Mapping[str, Any]] = []  # of the first iteration and of the last `WINDOW`
         self.bad_in_a_row = 0
-        self.best, self.best_iteration = -math.inf, 0  # the best evaluation so far
+        self.best, self.best_iteration = -math.inf, -1  # the best evaluation so far; -1: none
         self.running = False  # true once the run has begun or is resumed
         self.early = [NO_CURVES] * self.trackers.missing  # events before that
         self.signals = Signals()
@@ -184,7 +184,7 @@ class RunRecord:
 
         `changed` is what has changed now, after `done` iterations.
         """
-        self.history, self.best, self.best_iteration = History(), -math.inf, 0
+        self.history, self.best, self.best_iteration = History(), -math.inf, -1
         changes = [*read_changes(self.folder.path / EVENTS), *((done, key) for key in changed)]
         self.history.since, self.history.priced = scored_anew(changes), scored_anew(changes, PRICED)
         self.history.evaluated = evaluated_anew(changes, self.config)
