@@ -129,10 +129,10 @@ def train_run(kind: type[Config], options: Options) -> None:
 
 def refuse_objects(config: PPOConfig | ControlConfig | OfflineSettings, options: Options) -> None:
     """Raise `ConfigError` if a configuration names parts from Python, with the flags that give them from files."""
-    files = [text for key, text in options.given if key == "config"]
-    file = f"{options.resume}/config.yaml" if options.resume is not None else files[-1] if files else "FILE"
+    files, resume = [text for key, text in options.given if key == "config"], getattr(options, "resume", None)
+    file = f"{resume}/config.yaml" if resume is not None else files[-1] if files else "FILE"
     parts = read_parts(Path(file).parent) if config.python else None
-    refuse_python(config, file, parts=parts, resume=options.resume is not None)
+    refuse_python(config, file, parts=parts, resume=resume is not None)
 
 
 def size(text: str) -> float:
@@ -165,6 +165,7 @@ LENGTH: dict[str, Any] = {"type": POSITIVE_INT, "metavar": "N"}
 def plan(options: Options) -> None:
     """Run `tokencredit plan`."""
     config = to_config(options, PPOConfig)
+    refuse_objects(config, options)
     refuse_unused(config, rows=())
     out = None if options.out is None else check_new_file("--out", options.out, ".json")
 

@@ -82,9 +82,20 @@ def test_a_file_holds_settings_and_no_options_of_the_command(capsys, tmp_path):
     assert "processes is an option of the command, not a setting" in refused(capsys, "plan", "--config", str(file))
 
 
+def test_a_run_with_prompts_from_python_is_not_planned_with_the_default_ones(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("python: {train_dataset: 8 rows of prompt}\n")
+    assert "holds (train_dataset: 8 rows of prompt)" in refused(capsys, "plan", "--config", str(file), "--no-time")
+
+
 def test_assumed_lengths_are_named():
     assert "every completion has 12 tokens" in work_of({"rollout.stop_at_eos": True}).assumptions[0]
     assert "every completion" not in work_of({"rollout.stop_at_eos": True}, tokens=5).assumptions[0]
+
+
+def test_processes_share_whole_groups_of_completions():
+    work = work_of({"rollout.batch_size": 20, "rollout.per_prompt": 4}, processes=3)
+    assert work.batch.rows == work.mean.rows == 8
 
 
 def test_prompts_are_counted():

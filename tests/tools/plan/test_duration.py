@@ -73,6 +73,13 @@ def test_a_kl_in_both_places_takes_a_pass_of_the_policy_beside_the_references(mo
 
 
 @pytest.mark.slow
+def test_a_short_completion_is_timed_within_the_context_of_the_model(monkeypatch):
+    monkeypatch.setattr(duration, "SECONDS", 0.001)
+    work = plan_work(PPOConfig.from_dict(SETTINGS | {"rollout.max_new_tokens": 4}), prompt_tokens=124)
+    assert duration.timed(work, torch.device("cpu"), rows=2)["step"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

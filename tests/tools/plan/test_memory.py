@@ -117,10 +117,11 @@ def test_a_folder_that_comes_quantised_is_planned_as_one_that_the_setting_quanti
             measure(work_of(given | more, prompt_tokens=12))
 
 
-def test_a_growing_cache_has_the_capacity_of_a_real_one(tmp_path):
-    work = family("llama", tmp_path)
-    # 12 tokens and 64 more hold all 32; 2 layers of keys and values, 2 heads of 16.
-    assert measure(work).parts["rollout"]["KV cache"] == 8 * 76 * 2 * 2 * 2 * 16 * 4
+@pytest.mark.parametrize(("new", "per_prompt", "capacity"), [(20, 1, 76), (20, 4, 77), (2, 4, 77), (1, 4, 77)])
+def test_a_growing_cache_has_the_capacity_of_a_real_one(new, per_prompt, capacity, tmp_path):
+    work = family("llama", tmp_path, {"rollout.max_new_tokens": new, "rollout.per_prompt": per_prompt})
+    # 12 tokens and 64 more hold all 32, and 13 if prompts are repeated; 2 layers of keys and values, 2 heads of 16.
+    assert measure(work).parts["rollout"]["KV cache"] == 8 * capacity * 2 * 2 * 2 * 16 * 4
 
 
 def test_micro_batches_and_checkpointing_lower_the_update(tmp_path):

@@ -87,7 +87,9 @@ def timed(work: Work, device: torch.device, rows: int) -> dict[str, float]:
     if config.critic.kind == "separate" or config.critic.epochs:
         calls["critic"] = partial(passes.value, inputs)
     seconds = {name: timer(call).blocked_autorange(min_run_time=SECONDS).median for name, call in calls.items()}
-    with passes.sampling(replace(batch, prompt=batch.prompt + batch.new // 2, new=2 * STEPS)) as sampling:
+    # A short completion is timed earlier, so that the steps stay within the model's context.
+    prompt = max(1, batch.prompt + min(batch.new // 2, batch.new - 2 * STEPS))
+    with passes.sampling(replace(batch, prompt=prompt, new=2 * STEPS)) as sampling:
         sampling.prefill()
         return seconds | {"step": timer(sampling.step).timeit(STEPS).median}
 

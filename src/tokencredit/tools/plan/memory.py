@@ -160,9 +160,10 @@ def sampling_parts(live: LiveMemory, passes: SkeletonPasses) -> dict[str, float]
         sampling.prefill()
         prompts, cache = live.resident, sampling.steps.cache.layers
         # The cache of the last step, without the steps before it.
-        if batch.new > 2 and not passes.static:
-            lengthen(cache, batch.new - 2)
-            sampling.steps.end += batch.new - 2
+        if not passes.static:
+            before = max(batch.new - 2, 0)
+            lengthen(cache, before)
+            sampling.steps.end += before
         live.reset()
         sampling.step()
         tensors = [x for layer in cache for x in getattr(layer, "buffers", (layer.keys, layer.values))]
@@ -179,14 +180,16 @@ def sampling_parts(live: LiveMemory, passes: SkeletonPasses) -> dict[str, float]
 def lengthen(layers: Iterable[Any], tokens: int) -> None:
     """Append tokens to growing cache layers, at once up to where a buffer grows, so that it grows as in a run."""
     for layer in layers:
-        left = tokens
-        while left and isinstance(layer.keys, Tensor):
+        left, spare = tokens, isinstance(layer, SpareCapacityLayer)
+        if not isinstance(layer.keys, Tensor):
+            continue
+        if spare and len(layer.buffers[0]) != len(layer.keys):  # prompts were repeated
+            layer.buffers = [None, None]
+        while left:
             more = left
-            if isinstance(layer, SpareCapacityLayer):
-                buffer, (rows, _, seen, _) = layer.buffers[0], layer.keys.shape
-                if buffer is None or len(buffer) != rows:  # prompts were repeated
-                    layer.buffers, buffer = [None, None], layer.keys
-                more = min(left, buffer.shape[-2] - seen + 1)
+            if spare:
+                buffer = layer.keys if layer.buffers[0] is None else layer.buffers[0]
+                more = min(left, buffer.shape[-2] - layer.keys.shape[-2] + 1)
             layer.update(*(x.new_empty(*x.shape[:-2], more, x.shape[-1]) for x in (layer.keys, layer.values)))
             left -= more
 

@@ -131,7 +131,8 @@ def plan_work(
         reason = "the model's context, or ppo.micro_batch_tokens, less rollout.max_new_tokens"
         raise ConfigError(f"--prompt_tokens is {prompt_tokens}; it must be at most {limit}, {reason}")
     lengths = [prompt_tokens] if prompt_tokens is not None else prompt_lengths(config, limit)
-    rows, mean = -(-config.rollout.batch_size // processes), round(sum(lengths) / len(lengths))
+    group, mean = config.rollout.per_prompt, round(sum(lengths) / len(lengths))
+    rows = -(-(config.rollout.batch_size // group) // processes) * group  # groups are not split
     return Work(
         lm_config,
         BatchShape(rows, max(lengths), longest),
