@@ -93,6 +93,26 @@ def test_a_reward_term_is_checked_when_it_is_made(kind, settings, message):
             },
             r"^ppo\.minibatches is 33, and advantage\.whiten is minibatch; .* at most 32, .* advantage\.whiten: batch$",
         ),
+        *[
+            (
+                {
+                    "advantage": AdvantageConfig(estimator=estimator, whiten=whiten),
+                    "critic": CriticConfig(kind="none"),
+                    "rollout": RolloutConfig(batch_size=1),
+                    "ppo": UpdateConfig(minibatches=1),
+                },
+                rf"^rollout\.batch_size is 1, and advantage\.whiten is {whiten}; .* or set advantage\.whiten: none$",
+            )
+            for estimator, whiten in [("uniform", "batch"), ("reward_to_go", "batch"), ("reward_to_go", "minibatch")]
+        ],
+        (
+            {
+                "score": ScoreConfig(normalize="batch"),
+                "rollout": RolloutConfig(batch_size=1),
+                "ppo": UpdateConfig(minibatches=1),
+            },
+            r"^rollout\.batch_size is 1, and score\.normalize is batch; .* score\.normalize: running$",
+        ),
         ({"rollout": RolloutConfig(batch_size=8, per_prompt=3)}, r"rollout\.per_prompt is 3; it must divide"),
         (
             {"advantage": AdvantageConfig(estimator="leave_one_out"), "critic": CriticConfig(kind="none")},
@@ -180,6 +200,13 @@ def test_what_cannot_work_is_refused_by_key(wrong, message):
             "ppo": UpdateConfig(mask_truncated=True),
         },
         {"advantage": AdvantageConfig(estimator="uniform"), "critic": CriticConfig(kind="none")},
+        {
+            "advantage": AdvantageConfig(estimator="uniform", whiten="none"),
+            "critic": CriticConfig(kind="none"),
+            "rollout": RolloutConfig(batch_size=1),
+            "ppo": UpdateConfig(minibatches=1),
+            "score": ScoreConfig(normalize="batch", shift_mean=False),
+        },
     ],
 )
 def test_what_works_is_accepted(right):

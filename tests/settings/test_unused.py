@@ -69,6 +69,12 @@ UNUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ],
     ("text", {"critic.lr": 0.1, "critic.coef": 0.0}, "critic.lr", "without critic.coef or critic.epochs"),
     ("text", {"critic.detach": True, "critic.coef": 0}, "critic.detach", "without critic.coef or critic.epochs"),
+    (
+        "text",
+        {"critic.detach": True, "critic.coef": 0, "critic.epochs": 1},
+        "critic.detach",
+        "without critic.kind: separate or critic.coef",
+    ),
     ("text", {"critic.pretrain": 2, "critic.coef": 0}, "critic.pretrain", "without critic.coef or critic.epochs"),
     ("text", {"critic.loss": "histogram", "critic.coef": 0}, "critic.loss", "without critic.coef or critic.epochs"),
     ("text", {"critic.loss": "histogram", "critic.clip": 0.5}, "critic.clip", "without critic.loss: mse"),

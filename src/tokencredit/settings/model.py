@@ -137,7 +137,7 @@ class CriticConfig(CriticTraining):
     """Largest number of batches on which the critic alone is trained before the first iteration. Each is freshly
     sampled, and takes as many steps as an iteration. Pretraining ends early once the explained variance of new batches
     stops rising. These batches do not count in run.iterations."""
-    detach: bool = setting(False, needs=LEARNS)
+    detach: bool = setting(False, needs=(*LEARNS, "kind: separate or coef"))
     """Stop the gradient of the value loss at the head: a shared trunk is trained by the policy alone, a separate one
     stays frozen."""
 

@@ -191,7 +191,7 @@ def grouped(kind: Any, settings: Iterable[tuple[Any, Any]], prefix: str = "") ->
         name, dot, rest = key.partition(".")
         if is_dataclass(hints.get(name)) and (dot or isinstance(value, Mapping)):
             groups.setdefault(name, []).extend([(rest, value)] if dot else value.items())
-            made.setdefault(name, None)
+            made.setdefault(name, ...)
         elif key in made or (isinstance(made.get(name), Mapping) and rest in made[name]):
             raise ConfigError(f"{prefix}{key} is given twice")
         elif dot and get_origin(hints.get(name)) is dict and isinstance(made.get(name, {}), Mapping):
@@ -199,7 +199,7 @@ def grouped(kind: Any, settings: Iterable[tuple[Any, Any]], prefix: str = "") ->
         else:
             made[key] = value
     for name, inner in groups.items():
-        if made[name] is not None:
+        if made[name] is not ...:
             raise ConfigError(f"{prefix}{name} is given twice")
         made[name] = grouped(hints[name], inner, f"{prefix}{name}.")
     return made

@@ -206,7 +206,7 @@ def refuse_python(
     `file` is the configuration's in the message, `given` are arguments that are given, and `parts` descriptions of the
     run's parts: a command can name those that are functions of a file. With `resume` the run is to be continued.
     """
-    named = {key: [part] if isinstance(part, str) else part for key, part in config.python.items() if key not in given}
+    named = {key: part if isinstance(part, list) else [part] for key, part in config.python.items() if key not in given}
     if missing := {k: x for k, x in named.items() if "." not in k or str(attrgetter(k)(config)).startswith(PYTHON)}:
         listed = "; ".join(f"{key}: {', '.join(map(str, part))}" for key, part in missing.items())
         kind, trainer = type(config).__name__, TRAINERS.get(type(config), "OfflineTrainer")

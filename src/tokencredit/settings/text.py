@@ -147,10 +147,18 @@ class PPOConfig(Configuration):
         if self.ppo.minibatches > size:
             refuse(self, "ppo.minibatches", f"it must be at most rollout.batch_size, {size}")
         needs = self.advantage.reads()
-        alike = (needs.group or needs.baseline) and not is_own(self.advantage.estimator)  # within a completion
-        if alike and self.advantage.whiten == "minibatch" and self.ppo.minibatches > max(size // 2, 1):
-            reason = f"a completion alone is whitened to 0; it must be at most {size // 2}, half of rollout.batch_size"
-            refuse(self, "ppo.minibatches advantage.whiten", f"{reason}, or set advantage.whiten: batch")
+        alike = needs.group or needs.baseline or not self.several_turns()  # within a completion, but for its KL
+        alike = alike and self.critic.kind == "none" and not is_own(self.advantage.estimator)
+        parts = {"none": 0, "batch": 1, "minibatch": self.ppo.minibatches}[self.advantage.whiten]
+        if alike and parts > size // 2:
+            reason = "a completion alone is whitened to mean 0, whatever its score; it must be at "
+            if size == 1:
+                refuse(self, "rollout.batch_size advantage.whiten", f"{reason}least 2, or set advantage.whiten: none")
+            reason += f"most {size // 2}, half of rollout.batch_size, or set advantage.whiten: batch"
+            refuse(self, "ppo.minibatches advantage.whiten", reason)
+        if size == 1 and self.score.normalize == "batch" and self.score.shift_mean:
+            reason = "a score alone is normalized to 0; it must be at least 2, or set score.normalize: running"
+            refuse(self, "rollout.batch_size score.normalize", reason)
         if self.ppo.loss == "gspo" and self.ppo.clip >= TOKEN_CLIP:
             reason = f"the mean ratio of a completion hardly moves that far; it must be below {TOKEN_CLIP}, as 3e-4"
             refuse(self, "ppo.clip ppo.loss", reason)

@@ -88,7 +88,11 @@ def test_dotted_and_nested_keys_are_the_same():
     settings = {"model.lora.rank": 1, "model": {"lora": {"alpha": 2}, "name": "a"}, "env.kwargs.x": 3}
     same = {"model": {"lora": {"rank": 1, "alpha": 2}, "name": "a"}, "env": {"kwargs": {"x": 3}}}
     assert grouped(PPOConfig, settings.items()) == same
-    for twice in ({"kl.coef": 1, "kl": {"coef": 2}}, {"env.kwargs.x": 1, "env": {"kwargs.x": 2}}):
+    for twice in (
+        {"kl.coef": 1, "kl": {"coef": 2}},
+        {"env.kwargs.x": 1, "env": {"kwargs.x": 2}},
+        {"kl": None, "kl.coef": 1},
+    ):
         with pytest.raises(ConfigError, match=r"is given twice"):
             grouped(PPOConfig, twice.items())
     # A key below a value that has none.
@@ -147,6 +151,7 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
 )
 def test_mistakes_are_named(keys, message):
     with pytest.raises(ConfigError, match=message):
+        ({"variants": {"b": {"python": {"a": 1}}}}, r"variant b: a part of this run .* holds \(a: 1\)"),
         asked(**keys)
 
 
