@@ -12,8 +12,7 @@ from tokencredit.settings.data import SEVERAL
 from tokencredit.settings.fields import Group, at_home, setting
 from tokencredit.settings.model import CriticTraining
 from tokencredit.settings.parts import OWN, Part, is_own, label_of
-
-Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
+from tokencredit.settings.projects.values import Tracker
 
 MAX_SEED = 2**62
 """Largest seed; PyTorch must accept 2 · seed + 1 too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 
 class Without(str):
@@ -14,7 +14,7 @@ class Without(str):
 
 
 DEFAULT = Without()
-TRACKERS = ("tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab")
+Tracker = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 CHOICES = {
     **{"bf16": "bfloat16", "fp32": "float32", "float16": "", "fp16": "", "hf": "local", "vanilla": "clip"},
     **{"grpo": "group_relative", "group_norm": "group_relative", "reinforce_baseline": "group_relative"},
@@ -89,8 +89,8 @@ def trackers(names: Any) -> Any:
     """The experiment trackers; `console` is always there."""
     names = [names] if isinstance(names, str) else list(names)
     wanted = [name for name in names if name not in ("none", "console", "all")]
-    unknown = [name for name in wanted if name not in TRACKERS]
-    refused = Without(f"{', '.join(unknown)} is none of {', '.join(TRACKERS)}")
+    unknown = [name for name in wanted if name not in get_args(Tracker)]
+    refused = Without(f"{', '.join(unknown)} is none of {', '.join(get_args(Tracker))}")
     return DEFAULT if "all" in names else refused if unknown else wanted
 
 
