@@ -235,11 +235,11 @@ def sweep(options: Options) -> None:
     from tokencredit.tools.sweep import runner
     from tokencredit.tools.sweep.sweep_file import first_seeds, read_sweep, refuse_broken, refuse_changed
 
-    runs = read_sweep(Path(options.file), options.no_code)
-    count, most = options.seeds, len({run.seed for run in runs})
+    every = read_sweep(Path(options.file), options.no_code)
+    count, most = options.seeds, len({run.seed for run in every})
     if count is not None and count > most:
         raise ConfigError(f"--seeds is {count}; it must be at most {most}, the number of seeds in {options.file}")
-    runs = first_seeds(runs, count)
+    runs = first_seeds(every, count)
     given = [
         f"--{name}={options[name]}"
         for name in ("seeds", "on", "jobs", "cores", "gpus")
@@ -252,7 +252,7 @@ def sweep(options: Options) -> None:
         runner.export(runs, Path(options.export), options.file)
         return
     refuse_broken(runs)
-    refuse_changed(runs)
+    refuse_changed(every)
     runner.check_packages(runs)
     jobs = options.jobs or (1 if options.on == "local" else None)
     if options.dry_run:
@@ -260,7 +260,7 @@ def sweep(options: Options) -> None:
         return
     launcher = make_launcher(options, resources)
     try:
-        runner.sweep(runs, launcher, jobs, again)
+        runner.sweep(runs, launcher, jobs, again, every)
     finally:
         launcher.close()
 

@@ -13,6 +13,7 @@ from tokencredit.errors import naming
 from tokencredit.provenance.parts import Part, describe, label, rows_digest
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import PACKAGED, DefaultReward, FunctionTerm, RewardTerm
+from tokencredit.settings.offline import OfflineSettings
 from tokencredit.settings.run_kind import own_parts
 from tokencredit.settings.text import PPOConfig
 from tokencredit.text.data.prompts import Prompts
@@ -62,8 +63,10 @@ def parts_of(
     return parts
 
 
-def named_parts(args: PPOConfig | ControlConfig) -> dict[str, Any]:
+def named_parts(args: PPOConfig | ControlConfig | OfflineSettings) -> dict[str, Any]:
     """What settings name that may be a model's folder or code in a file, by key."""
+    if isinstance(args, OfflineSettings):
+        return {"model.name": args.model.name}
     read = loaded_parts(args)
     if isinstance(args, ControlConfig):
         return read

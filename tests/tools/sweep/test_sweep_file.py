@@ -3,6 +3,7 @@
 import doctest
 import json
 import re
+import shutil
 
 import pytest
 import yaml
@@ -14,7 +15,10 @@ from tokencredit.settings.parts import plain
 from tokencredit.settings.reader import grouped
 from tokencredit.settings.run_kind import TEXT
 from tokencredit.settings.text import PPOConfig
-from tokencredit.text.run_parts import part_of
+from tokencredit.text.data.prompts import load_prompts
+from tokencredit.text.models.model_loading import load_tokenizer, resolve
+from tokencredit.text.offline.offline_setup import load_examples, load_model
+from tokencredit.text.run_parts import part_of, parts_of
 from tokencredit.tools.sweep import sweep_file as sweep
 from tokencredit.tools.sweep.launch import start
 from tokencredit.tools.sweep.sweep_file import (
@@ -143,15 +147,16 @@ def test_a_base_file_lies_beside_the_sweep_file(tmp_path):
         ({"variants": {"b": {"steps": None}}}, "variant b: steps is null; it needs a value"),
         ({"variants": {"b": {"seed": 3}}}, "variant b: seed is set by the sweep; use its key seeds instead"),
         ({"variants": {"b": {"run": {"dir": "x"}}}}, "variant b: run.dir is set by the sweep; use its key dir"),
+        ({"variants": {"b": {"run.allow_changed": ["env.id"]}}}, "variant b: run.allow_changed would mix runs of"),
         ({"variants": {"b": {"optim.lr": 1, "optim": {"lr": 2}}}}, "variant b: optim.lr is given twice"),
         ({"variants": {"b": {"advantage.estimator": "group_relative"}}}, "variant b: .*; it must be one of gae, td"),
         ({"variants": {"b": {"python": {"callbacks": ["f"]}}}}, "variant b: a part of this run was given as an object"),
+        ({"variants": {"b": {"python": {"a": 1}}}}, r"variant b: a part of this run .* holds \(a: 1\)"),
         ({"kind": "sft", "base": {}}, "variant plain: data.dataset is missing; give a .jsonl"),
     ],
 )
 def test_mistakes_are_named(keys, message):
     with pytest.raises(ConfigError, match=message):
-        ({"variants": {"b": {"python": {"a": 1}}}}, r"variant b: a part of this run .* holds \(a: 1\)"),
         asked(**keys)
 
 
@@ -225,7 +230,7 @@ def begun(tmp_path, summary=None, **run):
     first.folder.mkdir(parents=True)
     (first.folder / "config.yaml").write_text(yaml.safe_dump(plain(first.config)))
     if summary:
-        (first.folder / "summary.json").write_text(json.dumps(summary))
+        (first.folder / "summary.json").write_text(json.dumps({"seconds": 1.0} | summary))
     return first
 
 
@@ -248,6 +253,15 @@ def test_how_far_a_run_is(summary, state, tmp_path):
     assert begun(tmp_path, summary).state() == state
 
 
+@pytest.mark.parametrize(
+    ("summary", "message"), [({"iterations": "3"}, "iterations is not a count"), ({"seconds": None}, "seconds is not")]
+)
+def test_a_damaged_summary_is_named(summary, message, tmp_path):
+    run = begun(tmp_path, {"iterations": 3, "stopped_by": "iterations"} | summary)
+    with pytest.raises(ConfigError, match=rf"summary\.json: {message}"):
+        run.state()
+
+
 @pytest.mark.parametrize(("iterations", "state"), [(2, "to resume"), (3, "finished")])
 def test_epochs_are_done_once_their_rows_are_read_whatever_stopped_the_run(iterations, state, tmp_path):
     base = {"data.dataset": "rows.jsonl", "data.epochs": 2, "data.batch_size": 8, "run.save_every": 1}
@@ -255,7 +269,8 @@ def test_epochs_are_done_once_their_rows_are_read_whatever_stopped_the_run(itera
     run.folder.mkdir(parents=True)
     (run.folder / "config.yaml").touch()
     (run.folder / "parts.json").write_text(json.dumps({"data.dataset": {"digest": "", "rows": 12}}))
-    (run.folder / "summary.json").write_text(json.dumps({"iterations": iterations, "stopped_by": "interrupt"}))
+    summary = {"iterations": iterations, "stopped_by": "interrupt", "seconds": 1.0}
+    (run.folder / "summary.json").write_text(json.dumps(summary))
     assert run.state() == state
 
 
@@ -300,8 +315,53 @@ def test_a_run_whose_reward_file_was_edited_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"other settings: reward\[0\]\.function is now length \(rewards\.py"):
         refuse_changed([run])
     # A run that failed in its first iteration begins anew, so the mended file is taken.
-    (run.folder / "summary.json").write_text(json.dumps({"iterations": 0, "stopped_by": "a reward"}))
+    summary = {"iterations": 0, "stopped_by": "a reward", "seconds": 1.0}
+    (run.folder / "summary.json").write_text(json.dumps(summary))
     refuse_changed([run])
+
+
+@pytest.mark.parametrize("template", [None, "Q: {{ prompt }}"])
+def test_a_run_of_texts_whose_data_were_edited_is_named(template, tmp_path):
+    data, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.json"
+    data.write_text('{"prompt": "one", "answer": 1}\n')
+    held_out.write_text('[{"prompt": "two"}]')
+    base = {"prompts.dataset": str(data), "prompts.template": template, "eval.dataset": str(held_out), "eval.every": 1}
+    (run,) = expand({"kind": "text", "dir": str(tmp_path / "runs"), "seeds": [1], "base": base} | ONE)
+    tokenizer = load_tokenizer(run.config.model)
+    prompts = load_prompts(run.config.prompts, tokenizer, seed=1, limit=None)
+    apart = load_prompts(run.config.held_out_prompts(), tokenizer, seed=1, limit=None, group="eval")
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(plain(run.config)))
+    parts = parts_of(run.config, {}, prompts, apart, {"model": "", "tokenizer": ""})
+    (run.folder / "parts.json").write_text(json.dumps(parts))
+    refuse_changed([run])
+    for key, file in (("eval", held_out), ("prompts", data)):
+        file.write_text('{"prompt": "three", "answer": 1}\n')
+        with pytest.raises(ConfigError, match=rf"other settings: {key}\.dataset is now 1 row of prompt, answer \("):
+            refuse_changed([run])
+        held_out.unlink(missing_ok=True)  # as data of the hub, it is not compared
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward-model", "dpo"])
+def test_a_run_on_a_data_set_that_was_edited_or_from_another_model_is_named(kind, tmp_path):
+    data, model = tmp_path / "rows.jsonl", shutil.copytree(resolve("builtin:reviews"), tmp_path / "model")
+    row = {"prompt": "This movie", "rejected": " is bad", "chosen": " is good", "completion": " is good"}
+    data.write_text(json.dumps(row))
+    base = {"data.dataset": str(data), "model.name": str(model)}
+    (run,) = expand({"kind": kind, "dir": str(tmp_path / "runs"), "seeds": [1], "base": base} | ONE)
+    *_, parts = load_examples(run.config, load_model(run.config), None, None)
+    run.folder.mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(plain(run.config)))
+    (run.folder / "parts.json").write_text(json.dumps(parts | {"model.name": part_of(str(model))}))
+    refuse_changed([run])
+    data.write_text(json.dumps(row | {"prompt": "A movie"}))
+    with pytest.raises(ConfigError, match=r"other settings: data\.dataset is now 1 row of prompt, "):
+        refuse_changed([run])
+    data.write_text(json.dumps(row))
+    with (model / "config.json").open("a") as file:
+        file.write("\n")
+    with pytest.raises(ConfigError, match=r"other settings: model\.name is now "):
+        refuse_changed([run])
 
 
 def test_a_run_whose_environment_was_edited_is_named(tmp_path, monkeypatch):

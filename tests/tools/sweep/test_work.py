@@ -7,11 +7,12 @@ import pytest
 import yaml
 
 from tokencredit.errors import RunStopped
-from tokencredit.tools.sweep import launch
+from tokencredit.tools.sweep import launch, runner
 from tokencredit.tools.sweep.launch import Ended, Resources
 from tokencredit.tools.sweep.runner import Scheduler, sweep
-from tokencredit.tools.sweep.sweep_file import read_sweep
+from tokencredit.tools.sweep.sweep_file import first_seeds, read_sweep
 
+BASE = {"run": {"iterations": 3, "save_every": 1}}
 LOST = Ended("lost with node-7", lost=True)
 
 
@@ -51,8 +52,7 @@ class ScriptedJob:
 
 @pytest.fixture
 def runs(tmp_path):
-    base = {"run": {"iterations": 3, "save_every": 1}}
-    asked = {"kind": "control", "dir": str(tmp_path / "out"), "seeds": [1], "base": base, "variants": {"plain": {}}}
+    asked = {"kind": "control", "dir": str(tmp_path / "out"), "seeds": [1], "base": BASE, "variants": {"plain": {}}}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(asked))
     (tmp_path / "out").mkdir()
     return read_sweep(Path(tmp_path / "sweep.yaml"))
@@ -97,6 +97,19 @@ def test_a_run_that_another_process_stopped_is_not_left_without_a_word(runs, cap
     with pytest.raises(RunStopped, match=r"^1 of 1 runs were stopped; retry them with: tokencredit sweep F"):
         sweep(runs, Scripted(), None, "tokencredit sweep F")
     assert "stopped, to be resumed" in capsys.readouterr().out
+
+
+def test_the_first_seeds_of_a_sweep_are_compared_with_its_other_finished_runs(tmp_path, monkeypatch):
+    asked = {"kind": "control", "dir": str(tmp_path / "out"), "seeds": [1, 2], "base": BASE, "variants": {"plain": {}}}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(asked))
+    every = read_sweep(tmp_path / "sweep.yaml")
+    Scripted(Ended()).start(every[1])
+    compared = []
+    monkeypatch.setattr(runner, "compare", lambda done, out: compared.extend(done))
+    sweep(first_seeds(every, 1), Scripted(Ended()), None, "tokencredit sweep F --seeds=1", every)
+    assert compared == every
+    states = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [(row["run"], row["state"]) for row in states] == [(run.name, "finished") for run in every]
 
 
 def test_resources_are_threads_and_gpus():

@@ -64,6 +64,10 @@ class Row:
         expected = "a text" + ("" if isinstance(self.prompt, str) else " or a list of the assistant's messages")
         raise ConfigError(f"{self.name}, column {column!r}, is {value!r:.60}; it must be {expected}")
 
+    def described(self) -> dict[str, Any]:
+        """What counts in the description of the data set."""
+        return {"prompt": self.prompt, **self.columns}
+
     def repeats_prompt(self, column: str) -> bool:
         """True if prompt and completion are texts, and the completion begins with the prompt."""
         value = self.columns.get(column)

@@ -184,7 +184,7 @@ def load_examples(
 
         def counted(row: Row) -> Example | None:
             repeats.append(row.repeats_prompt(column))
-            found.append({"prompt": row.prompt, **row.columns})
+            found.append(row.described())
             return encode(row)
 
         examples, dropped = examples_of(read_rows(data, model.tokenizer, column, source, rows, group), counted)

@@ -48,29 +48,31 @@ def export(runs: Sequence[SweepRun], folder: Path, file: str) -> None:
     say(f"afterwards `tokencredit sweep {file}` runs what is missing, and compares")
 
 
-def sweep(runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None, again: str) -> None:
+def sweep(
+    runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None, again: str, every: Sequence[SweepRun] = ()
+) -> None:
     """Train all runs that are not finished, then compare all that are, and print the outcomes.
 
     `jobs` runs are in parallel, None for as many as a cluster has room for; `again` is the command that continues.
+    `every` has the runs of the whole file, which are compared too, if `runs` are those of its first seeds.
 
     Raises:
         ConfigError: a run's folder cannot be made.
         RunStopped: at least one run failed, or was stopped by another process.
         KeyboardInterrupt: after Ctrl-C, once the runs have written their checkpoints.
     """
-    scheduler = Scheduler(runs, launcher, jobs)
+    scheduler = Scheduler(runs, launcher, jobs, every)
     received = scheduler.run()
     if received:
         say(f"resume with: {again}")
         if received == signal.SIGINT:
             raise KeyboardInterrupt
         return
-    done = [run for run in runs if run.state() == "finished"]
-    compare(done, home(runs) / COMPARISON)
+    compare([run for run in every or runs if run.state() == "finished"], home(runs) / COMPARISON)
     Output(highlight=False).print(table(runs, scheduler.failures))
     for run, failure in scheduler.failures.items():
         say(f"{run.name}: {failure}; see {run.log}")
-    unfinished = len(runs) - len(done)
+    unfinished = sum(run.state() != "finished" for run in runs)
     advice = f"; retry them with: {again}" if unfinished else ""
     if scheduler.failures:
         raise RunStopped(f"{len(scheduler.failures)} of {len(runs)} runs failed{advice}")
@@ -84,10 +86,10 @@ def home(runs: Sequence[SweepRun]) -> Path:
 
 
 class Scheduler:
-    """The runs of a sweep: waiting, running (`jobs` in parallel, None for no limit) and failed."""
+    """The runs of a sweep: waiting, running (`jobs` in parallel, None for no limit) and failed; see `sweep`."""
 
-    def __init__(self, runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None):
-        self.runs, self.launcher, self.jobs = runs, launcher, jobs
+    def __init__(self, runs: Sequence[SweepRun], launcher: Launcher, jobs: int | None, every: Sequence[SweepRun] = ()):
+        self.runs, self.every, self.launcher, self.jobs = runs, every or runs, launcher, jobs
         self.waiting = [run for run in runs if run.state() != "finished"]
         self.running: dict[SweepRun, RunJob] = {}
         self.failures: dict[SweepRun, str] = {}
@@ -151,10 +153,11 @@ class Scheduler:
         self.running.pop(run, None)
         if failure:
             self.failures[run] = failure
-        states = [{"run": run.name, "state": run.state(), "failure": self.failures.get(run)} for run in self.runs]
-        RunFolder(str(home(self.runs))).write("sweep.json", json.dumps(states, indent=2) + "\n")
-        done = sum(row["state"] == "finished" for row in states)
-        left = sum(row["state"] != "finished" and not row["failure"] for row in states)
+        states = {run: run.state() for run in self.every}
+        rows = [{"run": x.name, "state": state, "failure": self.failures.get(x)} for x, state in states.items()]
+        RunFolder(str(home(self.runs))).write("sweep.json", json.dumps(rows, indent=2) + "\n")
+        done = sum(states[run] == "finished" for run in self.runs)
+        left = sum(states[run] != "finished" and run not in self.failures for run in self.runs)
         say(f"{run.name}: {failure or outcome(run)}")
         say(f"  {done} of {len(self.runs)} finished; {estimate(self.runs, left, self.jobs)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tokencredit.errors import ConfigError, TooManyBadSteps
 from tokencredit.provenance.parts import Part, label
 from tokencredit.runs.folder import read_parts, saved
-from tokencredit.runs.jsonl import read_object
+from tokencredit.runs.jsonl import COUNT, NUMBER, read_object, require
 from tokencredit.runs.resuming import changes
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.offline import OfflineSettings
@@ -70,7 +70,11 @@ class SweepRun:
     def summary(self) -> dict[str, Any]:
         """The contents of summary.json; empty before it has ended."""
         file = self.folder / "summary.json"
-        return read_object(file, file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        summary = read_object(file, file.read_text(encoding="utf-8"))
+        require(file, summary, {"iterations": COUNT, "seconds": NUMBER})
+        return summary
 
     def state(self) -> Literal["to begin", "to resume", "finished"]:
         """State of the run; one without checkpoints, or that ended before its first iteration, begins anew."""
@@ -140,6 +144,8 @@ def expand(sweep: Mapping[str, Any], no_code: bool = False) -> list[SweepRun]:
             if isinstance(settings.get("run"), dict) and "dir" in settings["run"]:
                 raise ConfigError("run.dir is set by the sweep; use its key dir instead")
             config: Any = run_kind.config.from_dict(settings)
+            if config.run.allow_changed:
+                raise ConfigError("run.allow_changed would mix runs of different parts in a sweep; leave it out")
             refuse_foreign_code(config, no_code)
             refuse_python(config, "FILE")
             refuse_by_command(config)
@@ -223,14 +229,22 @@ def merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def refuse_changed(runs: Sequence[SweepRun]) -> None:
-    """Raise `ConfigError` if a run to resume or finished had other settings, or code in files, than the sweep has."""
+    """Raise `ConfigError` if a run to resume or finished had other settings, models, code or data than the sweep."""
+    from tokencredit.tools.sweep.current_parts import current_parts  # which imports torch
+
+    parts: dict[str, dict[str, Part]] = {}
     for run in runs:
         file = run.folder / "config.yaml"
         if not file.is_file() or run.state() == "to begin":
             continue
         settings = changes(file, plain(run.config)).items()
         lines = [f"{key} is {now!r} and was {then!r}" for key, (then, now) in settings]
-        if lines := lines or [f"{key} is now {label(part)}" for key, part in _edited(run)]:
+        if not lines and (before := read_parts(run.folder)):
+            if run.variant not in parts:  # of which all seeds have the same
+                parts[run.variant] = current_parts(run.config)
+            same = parts[run.variant].items()
+            lines = [f"{key} is now {label(x)}" for key, x in same if x["digest"] != before.get(key, x)["digest"]]
+        if lines:
             changed = ", ".join(lines)
             raise ConfigError(
                 f"{run.name} in {str(run.folder)!r} was begun with other settings: {changed}; give the sweep another "
@@ -249,19 +263,3 @@ def refuse_broken(runs: Sequence[SweepRun]) -> None:
                 check_code(config)
             except ConfigError as error:
                 raise ConfigError(f"variant {run.variant}: {error}") from error
-
-
-def _edited(run: SweepRun) -> Iterator[tuple[str, Part]]:
-    """Parts of a run that its settings name as before, and that are others now, such as an edited reward file."""
-    before, config = read_parts(run.folder), run.config
-    if before and isinstance(config, PPOConfig | ControlConfig):
-        from tokencredit.text.run_parts import named_parts, part_of  # which imports torch
-
-        named = named_parts(config)
-        if isinstance(config, ControlConfig) and "env.id" in before:
-            from tokencredit.control.vector_environments import registered_code
-
-            named["env.id"] = registered_code(config.env.id)
-        for key, value in named.items():
-            if key in before and (part := part_of(value)) is not None and part["digest"] != before[key]["digest"]:
-                yield key, part
