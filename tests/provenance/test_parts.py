@@ -7,6 +7,7 @@ from datetime import date
 from decimal import Decimal
 from functools import cache, cached_property, partial, wraps
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import count
 
 import numpy as np
 import pandas as pd
@@ -206,19 +207,32 @@ def test_the_body_of_a_decorator_counts():
     assert describe(turned_twice(decorated.__wrapped__))["digest"] != describe(decorated)["digest"]
 
 
+MOVED = """import logging
+log = logging.getLogger(__name__)
+
+def helper():
+    log.debug(__file__)
+    return 1
+
+def score(completions):
+    return [helper() + len(type(completions).__name__)]
+"""
+
+
 def test_a_moved_file_is_the_same_part(tmp_path):
     digests = set()
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "moved.py"
-        file.write_text("def helper():\n    return 1\n\n\ndef score(completions):\n    return [helper()]\n")
-        spec = spec_from_file_location("moved", file)
-        module = sys.modules["moved"] = module_from_spec(spec)
+        file.write_text(MOVED)
+        name = f"tokencredit_user_moved_{folder}"  # a user's file has a name of its place
+        spec = spec_from_file_location(name, file)
+        module = sys.modules[name] = module_from_spec(spec)
         spec.loader.exec_module(module)
         part = describe(module.score)
         assert part["reads"]["helper"]["file"] == str(file)
         digests.add(part["digest"])
-        del sys.modules["moved"]
+        del sys.modules[name]
     assert len(digests) == 1
 
 
@@ -330,10 +344,10 @@ def counter():
 class Counted:
     """An object that counts its calls, and its class all objects."""
 
-    objects = 0
+    objects, ids = 0, count()
 
     def __init__(self):
-        self.calls = 0
+        self.calls, self.id = 0, next(Counted.ids)
         Counted.objects += 1
 
     def __call__(self, completions):

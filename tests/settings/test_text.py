@@ -103,7 +103,7 @@ def test_a_reward_term_is_checked_when_it_is_made(kind, settings, message):
                 },
                 rf"^rollout\.batch_size is 1, and advantage\.whiten is {whiten}; .* or set advantage\.whiten: none$",
             )
-            for estimator, whiten in [("uniform", "batch"), ("reward_to_go", "batch"), ("reward_to_go", "minibatch")]
+            for estimator, whiten in [("uniform", "batch"), ("total_return", "batch"), ("total_return", "minibatch")]
         ],
         (
             {
@@ -200,6 +200,12 @@ def test_what_cannot_work_is_refused_by_key(wrong, message):
             "ppo": UpdateConfig(mask_truncated=True),
         },
         {"advantage": AdvantageConfig(estimator="uniform"), "critic": CriticConfig(kind="none")},
+        {  # whose rewards may be per token
+            "advantage": AdvantageConfig(estimator="reward_to_go", whiten="batch"),
+            "critic": CriticConfig(kind="none"),
+            "rollout": RolloutConfig(batch_size=1),
+            "ppo": UpdateConfig(minibatches=1),
+        },
         {
             "advantage": AdvantageConfig(estimator="uniform", whiten="none"),
             "critic": CriticConfig(kind="none"),

@@ -41,7 +41,7 @@ def describe(value: Any) -> Part:
 
     The digest of code is of its source, its `arguments` (of a partial; the fields of an object; a function's defaults
     and variables of enclosing functions), what it `reads` by name of the user's own (functions, classes, constants; a
-    class's attributes), and its `decorators`. Equal parts have equal digests in every process and folder. What the code
+    class's constants), and its `decorators`. Equal parts have equal digests in every process and folder. What the code
     itself changes, such as a list that it appends to, is its state and no argument.
     """
     return {"name": value, "digest": _sha(value)} if isinstance(value, str) else _Describer().part(value)
@@ -108,12 +108,11 @@ class _Describer:
 
     def __init__(self) -> None:
         self.met: dict[int, Any] = {}
-        self.changed: set[str] = set()
-        """Names of attributes that the code changes itself."""
 
     def part(self, value: Any) -> Part:
         """The description of a part."""
-        if isinstance(value, list) or all(hasattr(value, x) for x in ("column_names", "with_format", "__len__")):
+        dataset = all(hasattr(value, x) for x in ("column_names", "with_format", "__len__"))
+        if isinstance(value, list) or (dataset and not isinstance(value, type)):
             return {"rows": len(value), "columns": column_names(value), "digest": rows_digest(value)}
         self.met[id(value)] = value
         arguments: dict[str, Any] = {}
@@ -129,12 +128,14 @@ class _Describer:
             part["file"] = file
         source = _source(code)
         built = code is type(value)
-        state = set[str]().union(*(_state(_source(kind)) for kind in getattr(code, "__mro__", [code])))
-        self.changed |= {name.rpartition(".")[2] for name in state if "." in name}
+        kinds = getattr(code, "__mro__", [code])
+        state = set[str]().union(*(_state(_source(kind)) for kind in kinds))
+        owners = {"cls", "type(self)", "self.__class__", *(kind.__name__ for kind in kinds)}
+        changed = {name.rpartition(".")[2] for name in state if name.rpartition(".")[0] in owners}
         own = _fields(value) if built else _variables(code)
         own = {name: x for name, x in own.items() if ("self." * built + name) not in state} | arguments
         reads = {name: x for name, x in _reads(code) if name not in state}
-        reads |= {f"{code.__name__}.{name}": x for name, x in _attributes(code) if name not in self.changed}
+        reads |= {f"{code.__name__}.{name}": x for name, x in _constants(code) if name not in changed}
         for key, values in {"arguments": own, "reads": reads}.items():
             if shown := {name: self.plain(x) for name, x in values.items()}:
                 part[key] = shown
@@ -164,12 +165,13 @@ class _Describer:
         if isinstance(value, list | tuple | set | frozenset):
             entries = [self.plain(x) for x in value]
             return _cut(entries if isinstance(value, list | tuple) else sorted(entries, key=json.dumps), value)
-        if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
+        if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
             return f"{value.dtype} {list(value.shape)} ({_sha(_numbers(value))[:8]})"
         if isinstance(value, partial | MethodType) or hasattr(value, "state_dict") or is_users(value):
             return self.part(value)
         text = getattr(value, "__name__", repr(value))
-        return text if " at 0x" not in text and len(text) <= MAX_TEXT else type(value).__qualname__
+        placed = " at 0x" in text or "tokencredit_user_" in text  # in memory, or in a folder (`user_objects.load`)
+        return type(value).__qualname__ if placed or len(text) > MAX_TEXT else text
 
 
 def code_of(value: Any) -> Any:
@@ -185,11 +187,17 @@ def _functions(code: type) -> Iterator[Any]:
         yield getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
 
 
-def _attributes(code: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of a user's class's own data and nested classes."""
+def _constants(code: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of a user's class's own constants and nested classes; what may change in place is none."""
     for name, value in vars(code).items() if isinstance(code, type) and is_users(code) else ():
-        if not name.startswith("__") and not hasattr(type(value), "__get__"):  # as functions and properties have
+        if not name.startswith("__") and _constant(value):
             yield name, value
+
+
+def _constant(value: Any) -> bool:
+    if isinstance(value, tuple | frozenset):
+        return all(map(_constant, value))
+    return value is None or isinstance(value, bool | int | float | str | type)
 
 
 def _wrappers(value: Any) -> Iterator[FunctionType]:
@@ -297,7 +305,8 @@ def _reads(code: Any) -> Iterator[tuple[str, Any]]:
             yield base.__qualname__, base
     module = vars(sys.modules.get(code.__module__, math))
     space = module if isinstance(code, type) else getattr(code, "__globals__", module)
-    for name in sorted({name for inner in _codes(code) for name in inner.co_names} & space.keys()):
+    names = {name for inner in _codes(code) for name in inner.co_names if not name.startswith("__")}  # no `__file__`
+    for name in sorted(names & space.keys()):
         value = space[name]
         if code_of(value) is not code and (is_users(value) or not (callable(value) or isinstance(value, ModuleType))):
             yield name, value

@@ -147,8 +147,9 @@ class PPOConfig(Configuration):
         if self.ppo.minibatches > size:
             refuse(self, "ppo.minibatches", f"it must be at most rollout.batch_size, {size}")
         needs = self.advantage.reads()
-        alike = needs.group or needs.baseline or not self.several_turns()  # within a completion, but for its KL
-        alike = alike and self.critic.kind == "none" and not is_own(self.advantage.estimator)
+        alike = needs.group or needs.baseline  # within a completion
+        alike |= self.advantage.estimator == "total_return" and self.critic.kind == "none"
+        alike = alike and not is_own(self.advantage.estimator)
         parts = {"none": 0, "batch": 1, "minibatch": self.ppo.minibatches}[self.advantage.whiten]
         if alike and parts > size // 2:
             reason = "a completion alone is whitened to mean 0, whatever its score; it must be at "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokencredit.control.vector_environments import registered_code
+from tokencredit.errors import ConfigError
 from tokencredit.provenance.parts import Part
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.model import ModelConfig
@@ -37,12 +38,15 @@ def local_rows(args: PPOConfig | OfflineSettings) -> dict[str, Any]:
         if source is None or source.dataset is None or not Path(source.dataset).expanduser().exists():
             continue
         tokenizer = partial(load_tokenizer, ModelConfig(**vars(args.model)))
-        if data is not None:
-            column = data.completion if hasattr(data, "completion") else data.chosen
-            read: Any = [row.described() for row in read_rows(data, tokenizer(), column, source, group=group)]
-        elif source.template is not None:
-            read = load_prompts(source, tokenizer(), seed=args.seed, limit=None, group=group).rows
-        else:
-            read = read_dataset(source.dataset, split=source.split, config_name=source.config_name, group=group)
+        try:
+            if data is not None:
+                column = data.completion if hasattr(data, "completion") else data.chosen
+                read: Any = [row.described() for row in read_rows(data, tokenizer(), column, source, group=group)]
+            elif source.template is not None:
+                read = load_prompts(source, tokenizer(), seed=args.seed, limit=None, group=group).rows
+            else:
+                read = read_dataset(source.dataset, split=source.split, config_name=source.config_name, group=group)
+        except ConfigError:  # as of a model that is not here any more; a run to come says so itself
+            continue
         rows[f"{group}.dataset"] = read
     return rows
