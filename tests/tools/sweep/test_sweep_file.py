@@ -362,6 +362,8 @@ def test_a_run_on_a_data_set_that_was_edited_or_from_another_model_is_named(kind
         file.write("\n")
     with pytest.raises(ConfigError, match=r"other settings: model\.name is now "):
         refuse_changed([run])
+    shutil.rmtree(model)  # as where a sweep that is finished is compared once more
+    refuse_changed([run])
 
 
 def test_a_run_whose_environment_was_edited_is_named(tmp_path, monkeypatch):
