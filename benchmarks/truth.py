@@ -3,11 +3,12 @@
     python benchmarks/truth.py [--worlds builtin subj=FOLDER trec=FOLDER] [--variants default …] [--seeds 1 2 3 4 5]
 
 A variant is a name below, or settings, such as `advantage.estimator=mine.py:by_entropy`, with a comma between several,
-or one of a study of benchmarks/study.py, such as `"hacking: no-kl"`, with the world's policy, prompts and reward. `make
-truth` does it in the built-in world; the folders of the others are made by benchmarks/worlds.py. Each run is a separate
-process. Its figures go to benchmarks/findings-data/worlds.json, from which `make findings` makes the first chapter of
-benchmarks/findings.md; runs already there with the same settings are skipped. Times exclude audits. The README's table
-comes last; with `--seeds` and nothing after it no run is made.
+or one of a study of benchmarks/study.py, such as `"hacking: no-kl"`, with the world's policy, prompts and reward, and
+for `"scaling: tiny"` with the world's policy of that size and its judge. `make truth` does it in the built-in world;
+the folders of the others are made by benchmarks/worlds.py. Each run is a separate process. Its figures go to
+benchmarks/findings-data/worlds.json, from which `make findings` makes the first chapter of benchmarks/findings.md; runs
+already there with the same settings are skipped. Times exclude audits. The README's table comes last; with `--seeds`
+and nothing after it no run is made.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from study import STUDIES, shorter
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from demo.training import padded, token_losses
 from tokencredit import Callback, PPOConfig, PPOTrainer
 from tokencredit.provenance.parts import describe
 from tokencredit.settings.fields import flat
@@ -102,6 +107,7 @@ KEPT = (
     "seconds",
     "attainable",
     "age_mean",
+    "reward/fluency",
 )
 
 
@@ -132,6 +138,8 @@ def run(world: str, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     own, changes = world_settings(world), settings_of(variant)
     if own and "reward" in changes:
         changes = changes | {"reward": in_world(changes["reward"], own["reward"][0])}
+    if own and "model.name" in changes:
+        changes = changes | of_size(Path(world.partition("=")[2]), variant.partition(": ")[2], own["reward"])
     args = PPOConfig.from_dict(own | BASE | changes | {"seed": seed, "run.dir": str(folder)})
     trainer = PPOTrainer(args=args, callbacks=[audits])
     audits.began = time.perf_counter()
@@ -165,6 +173,34 @@ def in_world(reward: Any, term: dict[str, Any]) -> Any:
     return reward | term
 
 
+def of_size(folder: Path, size: str, reward: list[dict[str, Any]]) -> dict[str, Any]:
+    """The settings for a world's policy of a size, whose texts its judge rates beside the reward."""
+    policy, judge = folder / ("policy" if size == "medium" else size), folder / "judge"
+    for model in (policy, judge):
+        if not model.is_dir():
+            sys.exit(f"{model} is missing: build it by benchmarks/worlds.py with --size {model.name}")
+    rating = {"function": f"{__file__}:fluency", "kwargs": {"judge": str(judge)}, "weight": 0.0}
+    return {"model.name": str(policy), "reward": [*reward, rating]}
+
+
+@torch.no_grad()
+def fluency(
+    prompts: list[str], completions: list[str], prompt_ids: list[list[int]], completion_ids: list[list[int]], judge: str
+) -> list[float]:
+    """Mean log-probability of each completion's tokens under a judge of the same tokenizer, in nats."""
+    starts, rows = [len(ids) for ids in prompt_ids], [a + b for a, b in zip(prompt_ids, completion_ids, strict=True)]
+    ids, mask = padded(rows, 0)
+    losses = token_losses(loaded(judge), ids, mask).split([len(row) - 1 for row in rows])
+    return [-float(row[start - 1 :].mean()) for row, start in zip(losses, starts, strict=True)]
+
+
+@cache
+def loaded(folder: str) -> PreTrainedModel:
+    """A language model for evaluation."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model
+
+
 def settings_of(variant: str) -> dict[str, Any]:
     """The settings of a variant by its name, of a recipe's, or as `key=value`."""
     if variant in VARIANTS:
@@ -194,8 +230,8 @@ def recipe_settings(file: Path, name: str) -> dict[str, Any]:
     reward = changes.get("reward", base.get("reward", [BUILT_IN_REWARD]))
     kept = {key: x for key, x in flat(base).items() if not key.startswith(NOT_OF_RECIPE)}
     changes = flat({key: x for key, x in changes.items() if key != "reward"})
-    if any(key.startswith(NOT_OF_RECIPE) for key in changes):
-        sys.exit(f"{file}: variant {name} sets a policy or prompts, as worlds do")
+    if any(key.startswith("prompts.text") for key in changes):
+        sys.exit(f"{file}: variant {name} sets prompts, as worlds do")
     return kept | changes | ({} if reward == [BUILT_IN_REWARD] else {"reward": reward})
 
 

@@ -4,28 +4,40 @@
     python benchmarks/worlds.py trec DATA OUT      # DATA holds TREC.train
     python benchmarks/worlds.py pairs OUT          # built-in reviews and a causal reward model of their pairs
 
-OUT gets `policy`, `classifier`, and `world.json` with the settings of `tokencredit train`. The data sets are those of
-Pang and Lee 2004 (subjective sentences and plots of films) and Li and Roth 2002 (questions by what they ask for); the
-classifier learns whole sentences only, as the field's do.
+OUT gets `policy`, `classifier`, and `world.json` with the settings of `tokencredit train`; with `--size tiny`, `small`
+or `large`, a policy of another size beside them, and with `--size judge` a large one that rates the texts of all
+(benchmarks/truth.py, "scaling: tiny"). The data sets are those of Pang and Lee 2004 (subjective sentences and plots of
+films) and Li and Roth 2002 (questions by what they ask for); the classifier learns whole sentences only, as the field's
+do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import DistilBertForSequenceClassification, DistilBertTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DistilBertForSequenceClassification,
+    DistilBertTokenizer,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from demo.training import (
+    POLICIES,
     POSITIONS,
     Size,
     batches_of_like_length,
@@ -36,9 +48,15 @@ from demo.training import (
     padded,
     policy_tokenizer,
     sentiment_tokenizer,
+    token_losses,
 )
 
 POLICY = Size(width=192, layers=4, readings=8, batch=32, lr=2e-3)
+SIZES = {
+    name: replace(POLICIES[size], readings=POLICY.readings, batch=POLICY.batch)
+    for name, size in {"tiny": "tiny", "small": "small", "large": "large", "judge": "large"}.items()
+}
+"""Other sizes, those of the built-in world. The judge differs from `large` by its seed."""
 CLASSIFIER = Size(width=96, layers=2, readings=6, batch=32, lr=1e-3)
 WORLDS = {"subj": ("objective", None), "trec": ("LOC", ["What", "Which", "Name"])}
 """For each world the rewarded label and the prompts; None for the most common first two words of rewarded sentences. A
@@ -66,6 +84,29 @@ def openings(texts: list[str]) -> list[str]:
     """The most common first two words."""
     counts = Counter(" ".join(text.split()[:2]) for text in texts)
     return [opening for opening, _ in counts.most_common(PROMPTS)]
+
+
+def train_policy(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, size: Size, seed: int, rng: random.Random, folder: Path
+) -> None:
+    """Train a GPT-2 on the sentences, and write it."""
+    model = gpt2(tokenizer, size, POSITIONS, seed)
+    ids = [[*row[: POSITIONS - 1], tokenizer.eos_token_id] for row in tokenizer(texts).input_ids]
+    fit_language_model(model, ids * size.readings, size, rng)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def perplexity(folder: Path, texts: list[str]) -> float:
+    """A policy's perplexity per token on sentences, with their end token."""
+    model: GPT2LMHeadModel = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end = tokenizer.eos_token_id
+    losses = [
+        token_losses(model, *padded([[*row[: POSITIONS - 1], end]], end)) for row in tokenizer(texts).input_ids if row
+    ]
+    return math.exp(torch.cat(losses).mean())
 
 
 def train_classifier(
@@ -109,6 +150,7 @@ def main() -> None:
         if name in WORLDS:
             command.add_argument("data", type=Path)
             command.add_argument("--seed", type=int, default=0)
+            command.add_argument("--size", choices=SIZES, help="only a policy of this size, with OUT's tokenizer")
         command.add_argument("out", type=Path)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -122,15 +164,15 @@ def main() -> None:
     rng.shuffle(rows)
     held_out, kept = rows[::HELD_OUT], [row for number, row in enumerate(rows) if number % HELD_OUT]
     texts = [text for text, _ in kept]
+    if options.size is not None:
+        tokenizer = AutoTokenizer.from_pretrained(options.out / "policy")
+        seed = options.seed + (options.size == "judge")
+        train_policy(texts, tokenizer, SIZES[options.size], seed, random.Random(seed), options.out / options.size)
+        for name in ("policy", options.size):
+            print(f"{name}: perplexity {perplexity(options.out / name, [text for text, _ in held_out]):.2f}")
+        return
 
-    tokenizer = policy_tokenizer(texts, 4_096)
-    end = tokenizer.eos_token_id
-    model = gpt2(tokenizer, POLICY, POSITIONS, options.seed)
-    ids = [[*row[: POSITIONS - 1], end] for row in tokenizer(texts).input_ids]
-    fit_language_model(model, ids * POLICY.readings, POLICY, rng)
-    model.save_pretrained(options.out / "policy")
-    tokenizer.save_pretrained(options.out / "policy")
-
+    train_policy(texts, policy_tokenizer(texts, 4_096), POLICY, options.seed, rng, options.out / "policy")
     labels = sorted({label for _, label in rows})
     reader = sentiment_tokenizer(texts)
     classifier = train_classifier(kept, labels, reader, options.seed)

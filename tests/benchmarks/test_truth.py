@@ -44,7 +44,7 @@ def test_a_recipes_variant_has_the_worlds_reward_in_place_of_its_own():
 
 @pytest.mark.parametrize(
     ("variant", "message"),
-    [("write-up: prefix", "sets a policy or prompts"), ("hacking: none", "has no variant none")],
+    [("write-up: prefix", "sets prompts"), ("hacking: none", "has no variant none")],
 )
 def test_a_recipes_variant_that_is_of_its_own_world_is_refused(variant, message):
     with pytest.raises(SystemExit, match=message):
