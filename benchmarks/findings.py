@@ -22,12 +22,14 @@ from findings_claims import (
     RESAMPLED,
     RETURN,
     SAO,
+    SIZE_CLAIMS,
     by_change,
     by_lambda,
     claim_table,
     claims_by_place,
     map_control,
     recipes_by_world,
+    sizes_by_world,
     uniform_verdict,
     verdicts_by_place,
 )
@@ -316,6 +318,8 @@ def tables(found: Studies) -> dict[str, str]:
     }
     steps = [pair[::-1] for path in PATHS for pair in pairwise(path)]
     lambdas_run, changes, recipes = by_lambda(found), found.get("changes", {}), recipes_by_world(found)
+    sizes = sizes_by_world(recipes)
+    other_than_sizes = {name: runs for name, runs in by_world(recipes).items() if ", scaling: " not in name}
     paths = by_change({world: at_ppos_kl(study) for world, study in found.get("whole-path", {}).items()})
     path_columns = {
         "true reward": (first, "reward/gold"),
@@ -414,24 +418,27 @@ def tables(found: Studies) -> dict[str, str]:
         "changes": change_table(changes, changed, last=False),
         "changes-valued": change_table(changes, valued, last=True),
         "claims-changes": claims_by_place(by_change(changes), CHANGE_CLAIMS) if changes else NOT_RUN,
-        "recipes": table(by_world(recipes), in_recipes) if recipes else NOT_RUN,
+        "recipes": table(other_than_sizes, in_recipes) if recipes else NOT_RUN,
         "claims-recipes": claims_by_place(recipes, RECIPE_CLAIMS) if recipes else NOT_RUN,
         "verdict-10": verdicts_by_place(paths, PATH_CLAIMS, list(PATH_CLAIMS)) if paths else NOT_RUN,
         "claims-whole-path": claims_by_place(paths, PATH_CLAIMS) if paths else NOT_RUN,
         "whole-path": table(by_world(paths), path_columns) if paths else NOT_RUN,
+        "verdict-8": verdicts_by_place(sizes, SIZE_CLAIMS, list(SIZE_CLAIMS)) if sizes else NOT_RUN,
+        "claims-scaling": claims_by_place(sizes, SIZE_CLAIMS) if sizes else NOT_RUN,
         "scaling": table(
-            found["scaling"],
+            by_world(sizes or {"built-in reviews": found["scaling"]}),
             {
                 "reward at the end": (end, "reward"),
                 "reward, first iteration": (first, "reward"),
                 "known words at the end": (end, "known"),
                 "known words, first iteration": (first, "known"),
-                "log-probability under the reference, nats per token": (end, "ref_logprob"),
+                "log-probability under one judge at the end, nats per token": (end, "reward/fluency"),
+                "the same, first iteration": (first, "reward/fluency"),
+                "under the reference at the end": (end, "ref_logprob"),
                 "entropy at the end, nats per token": (end, "entropy"),
                 "entropy, first iteration": (first, "entropy"),
                 "KL at the end, nats per sequence": (end, "kl"),
             },
-            pairs=[("large", "tiny")],
         ),
         "turns": table(at_equal_tokens(found["turns"]), solved, base="token-gae"),
         "map-control": map_control(at_equal_tokens(found["turns"])),

@@ -155,6 +155,16 @@ RECIPE_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
     ),
 }
 """Claims on variants of other studies, for each world."""
+SIZES = ("tiny", "small", "medium", "large")
+"""Variants of the study `scaling`."""
+SIZE_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
+    "more known words": (end, [("large", "tiny", "known")]),
+    "likelier texts under one judge": (end, [("large", "tiny", "reward/fluency")]),
+    "lower entropy": (end, [("tiny", "large", "entropy")]),
+    "larger KL": (end, [("large", "tiny", "kl")]),
+    "less reward": (end, [("tiny", "large", "reward")]),
+}
+"""Claims on the largest policy beside the smallest, for each world."""
 PATH_CLAIMS: Mapping[str, tuple[Measure, Sequence[Comparison]]] = {
     "at PPO's KL, PPO earns more of the true reward than DPO and IPO": (
         first,
@@ -205,6 +215,15 @@ def recipes_by_world(found: Studies) -> dict[str, Study]:
     own = {f"{study}: {name}": runs for study, variants in found.items() for name, runs in variants.items()}
     built_in = {name: own[name] for name in sorted(names & own.keys())}
     return by_change({"builtin": built_in} | others) if names else {}
+
+
+def sizes_by_world(recipes: Mapping[str, Study]) -> dict[str, Study]:
+    """The runs of each size of the policy, of `recipes_by_world`."""
+    names = {f"scaling: {size}": size for size in SIZES}
+    found = {
+        place: {size: study[name] for name, size in names.items() if name in study} for place, study in recipes.items()
+    }
+    return {place: study for place, study in found.items() if study}
 
 
 def claims_by_place(places: Mapping[str, Study], claims: Mapping[str, tuple[Measure, Sequence[Comparison]]]) -> str:

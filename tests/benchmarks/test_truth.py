@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 
@@ -12,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import truth  # noqa: E402
 
 from tokencredit import PPOConfig  # noqa: E402
+from tokencredit.text.models.model_loading import resolve  # noqa: E402
 
 
 def test_a_new_file_gets_the_worlds_limit_and_its_missing_runs_alone(tmp_path, monkeypatch, capsys):
@@ -49,6 +51,28 @@ def test_a_recipes_variant_has_the_worlds_reward_in_place_of_its_own():
 def test_a_recipes_variant_that_is_of_its_own_world_is_refused(variant, message):
     with pytest.raises(SystemExit, match=message):
         truth.settings_of(variant)
+
+
+def test_a_size_is_the_worlds_policy_of_that_name_beside_its_judge(tmp_path):
+    with pytest.raises(SystemExit, match=r"tiny is missing: .*--size tiny"):
+        truth.of_size(tmp_path, "tiny", [])
+    for name in ("policy", "tiny", "judge"):
+        (tmp_path / name).mkdir()
+    assert truth.of_size(tmp_path, "medium", [])["model.name"] == str(tmp_path / "policy")
+    settings = truth.of_size(tmp_path, "tiny", [{"classifier": "questions", "label": "NUM"}])
+    assert settings["model.name"] == str(tmp_path / "tiny")
+    assert settings["reward"][1]["weight"] == 0
+
+
+@torch.no_grad()
+def test_fluency_is_the_judges_mean_log_probability_of_the_completions_tokens():
+    judge = resolve("builtin:reviews", "policy")
+    prompts, completions = [[5, 6, 7], [8, 9]], [[10, 11], [12, 13, 14, 15]]
+    found = truth.fluency(["", ""], ["", ""], prompts, completions, str(judge))
+    for prompt, completion, value in zip(prompts, completions, found, strict=True):
+        logits = truth.loaded(str(judge))(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1)[range(len(completion)), completion]
+        assert value == pytest.approx(float(logprobs.mean()), abs=1e-5)
 
 
 def test_settings_with_a_colon_are_audited():
