@@ -5,7 +5,7 @@
     python benchmarks/worlds.py pairs OUT          # built-in reviews and a causal reward model of their pairs
 
 OUT gets `policy`, `classifier`, and `world.json` with the settings of `tokencredit train`; with `--size tiny`, `small`
-or `large`, a policy of another size beside them, and with `--size judge` a large one that rates the texts of all
+or `large`, a policy of another size beside them, and with `--size judge` one that rates the texts of all
 (benchmarks/truth.py, "scaling: tiny"). The data sets are those of Pang and Lee 2004 (subjective sentences and plots of
 films) and Li and Roth 2002 (questions by what they ask for); the classifier learns whole sentences only, as the field's
 do.
@@ -54,9 +54,9 @@ from demo.training import (
 POLICY = Size(width=192, layers=4, readings=8, batch=32, lr=2e-3)
 SIZES = {
     name: replace(POLICIES[size], readings=POLICY.readings, batch=POLICY.batch)
-    for name, size in {"tiny": "tiny", "small": "small", "large": "large", "judge": "large"}.items()
+    for name, size in {"tiny": "tiny", "small": "small", "large": "large", "judge": "small"}.items()
 }
-"""Other sizes, those of the built-in world. The judge differs from `large` by its seed."""
+"""Other sizes, those of the built-in world. The judge differs from `small` by its seed."""
 CLASSIFIER = Size(width=96, layers=2, readings=6, batch=32, lr=1e-3)
 WORLDS = {"subj": ("objective", None), "trec": ("LOC", ["What", "Which", "Name"])}
 """For each world the rewarded label and the prompts; None for the most common first two words of rewarded sentences. A
