@@ -239,11 +239,11 @@ def claims_by_place(places: Mapping[str, Study], claims: Mapping[str, tuple[Meas
 def verdicts_by_place(
     places: Mapping[str, Study], claims: Mapping[str, tuple[Measure, Sequence[Comparison]]], names: Sequence[str]
 ) -> str:
-    """The verdicts on some of the claims in a line."""
+    """The verdicts on some of the claims in a line, in places where their figures were measured."""
     texts = []
     for name in names:
-        verdicts = {place: judged(study, *claims[name])[0] for place, study in places.items()}
-        texts.append(f"{name}: " + ", ".join(f"{text} on {place}" for place, text in verdicts.items()))
+        found = {place: judged(study, *claims[name]) for place, study in places.items()}
+        texts.append(f"{name}: " + ", ".join(f"{words} on {place}" for place, (words, shown) in found.items() if shown))
     return "; ".join(texts)
 
 

@@ -309,7 +309,7 @@ def judged(
 ) -> tuple[str, dict[str, tuple[float, float, float]]]:
     """The verdict on a claim, that the figure of each first variant is larger than that of the second.
 
-    With the differences of variants that were run, by a text of each. A run without the figure counts as not run.
+    With the differences where both have the figure, by a text of each. A run without the figure counts as not run.
     """
     pairs, shown, missing = [], {}, False
     for one, other, metric in comparisons:
@@ -319,7 +319,8 @@ def judged(
         pair = (figures(study, one, measure, metric), figures(study, other, measure, metric))
         missing |= (len(pair[0]), len(pair[1])) != (len(study[one]), len(study[other]))
         pairs.append(pair)
-        shown[f"{one} less {other}: {less(study, one, other, measure, metric)}"] = difference(*pair)
+        if all(pair):
+            shown[f"{one} less {other}: {less(study, one, other, measure, metric)}"] = difference(*pair)
     return verdict(pairs, all_run=not missing), shown
 
 
