@@ -138,8 +138,8 @@ def run(world: str, variant: str, seed: int, folder: Path) -> dict[str, Any]:
     own, changes = world_settings(world), settings_of(variant)
     if own and "reward" in changes:
         changes = changes | {"reward": in_world(changes["reward"], own["reward"][0])}
-    if own and "model.name" in changes:
-        changes = changes | of_size(Path(world.partition("=")[2]), variant.partition(": ")[2], own["reward"])
+    if variant.startswith("scaling: "):
+        changes = changes | of_size(Path(world.partition("=")[2]), variant.partition(": ")[2], own.get("reward", []))
     args = PPOConfig.from_dict(own | BASE | changes | {"seed": seed, "run.dir": str(folder)})
     trainer = PPOTrainer(args=args, callbacks=[audits])
     audits.began = time.perf_counter()
@@ -230,8 +230,10 @@ def recipe_settings(file: Path, name: str) -> dict[str, Any]:
     reward = changes.get("reward", base.get("reward", [BUILT_IN_REWARD]))
     kept = {key: x for key, x in flat(base).items() if not key.startswith(NOT_OF_RECIPE)}
     changes = flat({key: x for key, x in changes.items() if key != "reward"})
-    if any(key.startswith("prompts.text") for key in changes):
-        sys.exit(f"{file}: variant {name} sets prompts, as worlds do")
+    if file == RECIPES / STUDIES["scaling"]:
+        changes.pop("model.name")  # see `of_size`
+    if any(key.startswith(NOT_OF_RECIPE) for key in changes):
+        sys.exit(f"{file}: variant {name} sets a policy or prompts, as worlds do")
     return kept | changes | ({} if reward == [BUILT_IN_REWARD] else {"reward": reward})
 
 

@@ -46,7 +46,7 @@ def test_a_recipes_variant_has_the_worlds_reward_in_place_of_its_own():
 
 @pytest.mark.parametrize(
     ("variant", "message"),
-    [("write-up: prefix", "sets prompts"), ("hacking: none", "has no variant none")],
+    [("write-up: prefix", "sets a policy or prompts"), ("hacking: none", "has no variant none")],
 )
 def test_a_recipes_variant_that_is_of_its_own_world_is_refused(variant, message):
     with pytest.raises(SystemExit, match=message):
@@ -59,6 +59,7 @@ def test_a_size_is_the_worlds_policy_of_that_name_beside_its_judge(tmp_path):
     for name in ("policy", "tiny", "judge"):
         (tmp_path / name).mkdir()
     assert truth.of_size(tmp_path, "medium", [])["model.name"] == str(tmp_path / "policy")
+    assert "model.name" not in truth.settings_of("scaling: tiny")
     settings = truth.of_size(tmp_path, "tiny", [{"classifier": "questions", "label": "NUM"}])
     assert settings["model.name"] == str(tmp_path / "tiny")
     assert settings["reward"][1]["weight"] == 0
