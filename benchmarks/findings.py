@@ -426,7 +426,7 @@ def tables(found: Studies) -> dict[str, str]:
         "verdict-8": verdicts_by_place(sizes, SIZE_CLAIMS, list(SIZE_CLAIMS)) if sizes else NOT_RUN,
         "claims-scaling": claims_by_place(sizes, SIZE_CLAIMS) if sizes else NOT_RUN,
         "scaling": table(
-            by_world(sizes or {"built-in reviews": found["scaling"]}),
+            by_world(sizes),
             {
                 "reward at the end": (end, "reward"),
                 "reward, first iteration": (first, "reward"),
