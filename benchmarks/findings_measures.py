@@ -210,6 +210,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     mean = float(np.mean(values)) if values else math.nan
     if len(values) < 2:
         return mean, math.nan
+    if np.ptp(values) == 0:  # whose deviation is rounding, or 0
+        return mean, 0.0
     return mean, float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
