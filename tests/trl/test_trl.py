@@ -31,6 +31,7 @@ from tokencredit.trl import (
     LengthSampler,
     PPOConfig,
     PPOTrainer,
+    PPOv2Config,
     create_reference_model,
     respond_to_batch,
 )
@@ -351,6 +352,7 @@ def test_defaults_are_trls_of_the_version_whose_names_are_set():
     settings, _ = settings_of(old, old=True)
     assert (settings["kl.coef"], settings["kl.target"], settings["critic.lr"]) == (0.2, 6.0, 1.41e-5)
     assert settings["optim.schedule"] == "constant"
+    assert settings_of(PPOConfig(init_kl_coef=0.0), old=True)[0]["kl.target"] is None
 
 
 def test_each_process_gets_a_batch_of_its_own():
@@ -407,8 +409,20 @@ def test_names_without_effect_are_listed():
     assert "data_seed: it has no counterpart here" in lines
     assert "max_steps: TRL's PPO does not read it, and neither does this" in lines
     assert PPOConfig().batch_size is None, "computed later"
+    _, lines = settings_of(PPOConfig(save_strategy="epoch", eval_strategy="epoch"), old=False, rows=64)
+    assert [line.partition(":")[0] for line in lines] == ["run.save_every", "eval_strategy"], "nothing else is trained"
+    assert settings_of(PPOConfig(eval_strategy="no"), old=False, rows=64)[1] == []
+    with pytest.raises(AttributeError, match=r"^PPOConfig of tokencredit.trl has no n_gpu$"):
+        _ = PPOConfig().n_gpu
     settings_of(PPOConfig(adam_beta1=0.9, lr_scheduler_kwargs={}, optim_args=""), old=False, rows=64)
     assert settings_of(PPOConfig(stop_token_id=3), old=False, rows=64)[1] == [], "which the trainer reads"
+
+
+def test_names_of_transformers_4_and_of_trl_0_12_are_known():
+    names = {"warmup_ratio": 0.1, "logging_dir": "logs", "exp_name": "one", "overwrite_output_dir": False}
+    settings, lines = settings_of(PPOConfig(total_episodes=160, evaluation_strategy="no", **names), old=False, rows=64)
+    assert settings["optim.warmup"] == 2
+    assert [line.partition(":")[0] for line in lines] == ["exp_name", "logging_dir"]
 
 
 def test_a_trainer_shows_what_it_computed_and_the_defaults_of_its_version(here, tokenizer):
@@ -591,7 +605,8 @@ def test_other_names_come_from_an_installed_trl():
 def test_modules_of_trl_are_this_one():
     from tokencredit.trl.core import LengthSampler as Sampler
     from tokencredit.trl.experimental.ppo import PPOConfig as Config
+    from tokencredit.trl.trainer.ppov2_trainer import PPOv2Trainer
     from tokencredit.trl.trainer.utils import SIMPLE_CHAT_TEMPLATE
 
-    assert (Sampler, Config) == (LengthSampler, PPOConfig)
+    assert (Sampler, Config, PPOv2Config, PPOv2Trainer) == (LengthSampler, PPOConfig, PPOConfig, PPOTrainer)
     assert "Assistant:" in SIMPLE_CHAT_TEMPLATE

@@ -18,13 +18,15 @@ from tokencredit.trl.value_head import LengthSampler as LengthSampler
 from tokencredit.trl.value_head import create_reference_model as create_reference_model
 from tokencredit.trl.value_head import respond_to_batch as respond_to_batch
 
+PPOv2Config, PPOv2Trainer = PPOConfig, PPOTrainer
+"""The names of TRL 0.9 to 0.11 for those of later versions."""
 SIMPLE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].capitalize() + ': ' + message['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 """The chat template of TRL's example scripts."""
 MODULES = "core models models.modeling_value_head trainer trainer.ppo_config trainer.ppo_trainer trainer.utils "
-MODULES += "experimental experimental.ppo"
+MODULES += "trainer.ppov2_config trainer.ppov2_trainer experimental experimental.ppo"
 """TRL's modules, whose names are all here: `from tokencredit.trl.core import LengthSampler`."""
 for _module in MODULES.split():
     sys.modules[f"{__name__}.{_module}"] = globals()[_module.partition(".")[0]] = sys.modules[__name__]

@@ -25,10 +25,12 @@ NEW: dict[str, Any] = {
     **TRL.defaults,
     **{"local_rollout_forward_batch_size": 64, "num_sample_generations": 10, "whiten_rewards": False},
     **{"ds3_gather_for_generation": True, "push_to_hub": False, "output_dir": "trainer_output"},
-    **dict.fromkeys(("stop_token", "bf16", *BOTH)),
+    **{"warmup_ratio": 0.0, "evaluation_strategy": "no", "save_safetensors": True, "half_precision_backend": "auto"},
+    **dict.fromkeys(("overwrite_output_dir", "group_by_length", "include_tokens_per_second"), False),
+    **dict.fromkeys(("stop_token", "bf16", "logging_dir", *BOTH)),
     **dict.fromkeys(("sft_model_path", "reward_model_path"), "EleutherAI/pythia-160m"),
 }
-"""Names and defaults of TRL 0.12 to 1.9; others are those of TrainingArguments."""
+"""Names and defaults of TRL 0.12 to 1.9, and of Transformers 4; others are those of TrainingArguments."""
 OLD: dict[str, Any] = {
     **OLD_TRL.defaults,
     **{"model_name": "gpt2", "steps": 20000, "compare_steps": 1, "ratio_threshold": 10.0},
@@ -43,25 +45,24 @@ UNSET = {
     "local_mini_batch_size world_size batch_size mini_batch_size forward_batch_size",
     float: "missing_eos_penalty max_grad_norm score_clip",
     bool: "bf16",
-    str: "stop_token model_adapter_name ref_adapter_name hub_model_id exp_name log_with task_name tracker_kwargs "
-    "accelerator_kwargs project_kwargs settings",
+    str: "stop_token logging_dir model_adapter_name ref_adapter_name hub_model_id exp_name log_with task_name "
+    "tracker_kwargs accelerator_kwargs project_kwargs settings",
 }
 """Names of either age by the type of their values, whose default is None or computed."""
 INHERITED = TrainingArguments.__dataclass_fields__
-ONLY_OLD = {*OLD, "exp_name", "log_with", "score_clip", "forward_batch_size"} - {*NEW, *INHERITED}
+ONLY_OLD = {*OLD, "log_with", "score_clip", "forward_batch_size"} - {*NEW, *INHERITED}
 """Names of TRL up to 0.11 that later versions do not set."""
 ONLY_NEW = {*NEW, "total_episodes", "missing_eos_penalty", "stop_token_id"} - {*OLD, *INHERITED, *BOTH}
 """Names of TRL from 0.12 on that are not TrainingArguments' either."""
 FOR_LOGS = ("model.name", "critic.name", "reward", "prompts.dataset", "rollout.stop", "eval.every")
 """Keys that the trainer or a script decides; TRL's PPO never evaluates."""
-HARMLESS = ("ppo.micro_batch_tokens", "eval.samples", "model.dtype", "run.trackers")
+HARMLESS = ("ppo.micro_batch_tokens", "eval.samples", "model.dtype", "run.trackers", "run.save_every")
 """Keys whose value may stay open: the same is learned."""
 HONOURED = ("model_adapter_name", "ref_adapter_name")
 """Names without a counterpart that the trainer reads."""
 ESSENTIAL = (
     "adam_beta1",
     "adam_beta2",
-    "is_encoder_decoder",
     "deepspeed",
     "lr_scheduler_kwargs",
     "optim_args",
@@ -141,7 +142,7 @@ class Names:
     def __getattr__(self, name: str) -> Any:
         """TRL's default of a name that is not set."""
         if name.startswith("__") or name not in type(self).__dataclass_fields__:  # type: ignore[attr-defined]
-            raise AttributeError(f"TRL's PPOConfig has no {name}")
+            raise AttributeError(f"PPOConfig of tokencredit.trl has no {name}")
         return self._used[name] if name in self._used else default_of(name, old=self.old)
 
     @property
@@ -184,7 +185,7 @@ def settings_of(config: Any, *, old: bool, **known: Any) -> tuple[dict[str, Any]
         lines["use_cpu"] = "here it is the variable ACCELERATE_USE_CPU=true"
     lines |= {key: reason for key, reason in made.undecided.items() if key in HARMLESS}
     lines |= {name: reason for name, reason in made.without.items() if name in set_here and name not in HONOURED}
-    if "eval.every" in made.settings:
+    if made.settings.get("eval.every", "eval.every" in made.undecided):
         lines["eval_strategy"] = "TRL's PPO does not evaluate, and neither does this"
     if "max_steps" in set_here:
         lines["max_steps"] = "TRL's PPO does not read it, and neither does this"

@@ -316,8 +316,9 @@ OLD_TRL = Project(
             lambda batch, mini, forward, steps: number(batch, (forward or mini) * (steps or 1)),
         ),
         "run.iterations": ("steps =rollout.batch_size", number),
-        "kl.target": ("adap_kl_ctrl target", lambda adaptive, target: target if adaptive else None),
-        "kl.horizon": ("adap_kl_ctrl horizon", lambda adaptive, horizon: horizon if adaptive else DEFAULT),
+        # A coefficient of 0 is multiplied, and stays.
+        "kl.target": ("target adap_kl_ctrl init_kl_coef", lambda target, *on: target if all(on) else None),
+        "kl.horizon": ("horizon adap_kl_ctrl init_kl_coef", lambda horizon, *on: horizon if all(on) else DEFAULT),
         "ppo.target_kl": ("early_stopping target_kl", lambda stop, kl: 1.5 * kl if stop else None),
         **dict.fromkeys(("stop.kl", "stop.reward"), ("early_stopping", lambda _: DEFAULT)),
         "score.normalize": (
