@@ -511,6 +511,27 @@ def test_arguments_of_the_loop_are_named_too(here, tokenizer):
         PPOTrainer(PPOConfig(), model)
 
 
+def test_tensors_of_the_loop_are_checked_and_cut_as_trl_does(here, tokenizer, monkeypatch):
+    trainer = stepping(tokenizer, init_kl_coef=0.0)
+    one, end = torch.tensor(tokenizer("The film")["input_ids"]), tokenizer.eos_token_id
+    for call in (lambda: trainer.generate(one[None]), lambda: trainer.step([one[None]] * 4, [one] * 4, [1.0] * 4)):
+        with pytest.raises(
+            ConfigError, match=r"holds a tensor of shape \[1, \d\]; it must have one dimension per text"
+        ):
+            call()
+    with pytest.raises(ConfigError, match=r"^query_tensor must hold token ids: "):
+        trainer.generate(["The film"])
+    for scores in ([None] * 4, [torch.ones(2)] * 4):
+        with pytest.raises(ConfigError, match=r"^scores must be one number per response: "):
+            trainer.step([one] * 4, [one] * 4, scores)
+    sampled = torch.cat([one, torch.tensor([end, 7])])
+    monkeypatch.setattr(trainer.model.pretrained_model, "generate", lambda **_: sampled[None])
+    assert trainer.generate([one], return_prompt=False)[0].tolist() == [end]
+    assert trainer.generate([one], return_prompt=False, remove_padding=False)[0].tolist() == [end, 7]
+    assert trainer.generate(one, return_prompt=False).tolist() == [[end, 7]]
+    trainer.close()
+
+
 def test_a_subclass_is_of_one_of_the_two_trainers(here, tokenizer):
     arguments = PPOConfig(batch_size=4), AutoModelForCausalLMWithValueHead.from_pretrained(POLICY), None, tokenizer
     with pytest.raises(

@@ -24,6 +24,7 @@ ROWS = 64
 """Texts per forward pass of a reward model."""
 CONFIG = "a PPOConfig of tokencredit.trl"
 MODEL = "a loaded model, such as AutoModelForCausalLM.from_pretrained(FOLDER)"
+VALUE_HEAD_MODEL = "an AutoModelForCausalLMWithValueHead of tokencredit.trl"
 TOKENIZER = "a tokenizer, such as AutoTokenizer.from_pretrained(FOLDER)"
 WITHOUT = "or leave value_model out: the critic then begins as a copy of the policy"
 
@@ -90,6 +91,19 @@ def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
         if any(padding[column] in row for chunk in column_values(rows, column) for row in chunk if row is not None):
             raise ConfigError("input_ids of train_dataset hold padding; tokenize them with padding=False")
     return rows
+
+
+def id_tensors(name: str, rows: Sequence[Any]) -> list[Tensor]:
+    """Token ids of several texts, each `[time]`; `ConfigError` for anything else."""
+    try:
+        tensors = [torch.as_tensor(row) for row in rows]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{name} must hold token ids: {error}") from error
+    for ids in tensors:
+        if ids.ndim != 1:
+            shape = list(ids.shape)
+            raise ConfigError(f"{name} holds a tensor of shape {shape}; it must have one dimension per text: tensor[0]")
+    return tensors
 
 
 def padded(rows: Sequence[Any], device: torch.device, side: str) -> dict[str, Tensor]:

@@ -36,10 +36,12 @@ from tokencredit.trl.arguments import (
     MODEL,
     ROWS,
     TOKENIZER,
+    VALUE_HEAD_MODEL,
     RewardOfIds,
     check_value_model,
     equal,
     fitting,
+    id_tensors,
     of_optimizer,
     padded,
     prompts_of,
@@ -134,9 +136,10 @@ class PPOTrainer:
         batch_size: int,
         lengths: Callable[[], int] | None = None,
         model: Any = None,
+        whole: bool = False,
         **generation_kwargs: Any,
     ) -> list[Tensor]:
-        """Responses by a model's own `generate`, up to their end-of-sequence token."""
+        """Responses by a model's own `generate`, up to their end-of-sequence token unless `whole`."""
         device, found = self.trainer.processes.device, []
         model, end = model or self.model, self.tokenizer.eos_token_id
         for first in range(0, len(queries), batch_size):
@@ -146,7 +149,7 @@ class PPOTrainer:
                 sampled = model.generate(**inputs, **generation_kwargs | length)
             for row in sampled[:, inputs["input_ids"].shape[1] :]:
                 ends = (row == end).nonzero()[:, 0].tolist()
-                found.append(row[: ends[0] + 1] if ends else row)
+                found.append(row[: ends[0] + 1] if ends and not whole else row)
         return found
 
 
@@ -308,8 +311,7 @@ class SteppingTrainer(PPOTrainer):
     ):
         """Build the trainer from TRL's arguments; its run ends with `close`, or with the script."""
         require(Config, CONFIG, config=config)
-        kind = AutoModelForCausalLMWithValueHead
-        require(kind, f"an {kind.__name__} of tokencredit.trl", model=model)
+        require(AutoModelForCausalLMWithValueHead, VALUE_HEAD_MODEL, model=model)
         require(nn.Module | None, MODEL, ref_model=ref_model)
         require(PreTrainedTokenizerBase, TOKENIZER, tokenizer=tokenizer)
         if lr_scheduler is not None:
@@ -327,8 +329,7 @@ class SteppingTrainer(PPOTrainer):
         settings.pop("run.dir", None)  # exp_name, which is no folder
         settings |= here
         lines += [f"{name}: the critic's head starts at 0" for name in model.ignored]
-        if training_data_collator is not None:
-            lines.append("training_data_collator: updates are padded by a mask")
+        lines += ["training_data_collator: updates are padded by a mask"] * (training_data_collator is not None)
         own = fitting(tokenizer, model.pretrained_model)
         given = getattr(ref_model, "pretrained_model", ref_model)
         same = equal(given, model.pretrained_model)
@@ -358,10 +359,11 @@ class SteppingTrainer(PPOTrainer):
 
         `[1, time]` for one query, a list of `[time]` for several; with `generate_ref_response` the reference's too.
         """
-        queries = query_tensor if isinstance(query_tensor, list) else [query_tensor]
-        for name in ("remove_padding", "pad_to_multiple_of"):  # of no effect here
-            generation_kwargs.pop(name, None)
+        several = isinstance(query_tensor, list)
+        queries = id_tensors("query_tensor", query_tensor if several else [query_tensor])
+        generation_kwargs.pop("pad_to_multiple_of", None)  # of no effect here
         arguments = {"queries": queries, "batch_size": batch_size, "lengths": length_sampler, **generation_kwargs}
+        arguments["whole"] = not (arguments.pop("remove_padding", True) and several)  # as TRL does
         results = [self.responses(**arguments)]
         if generate_ref_response:
             policy, reference = self.trainer.policy, self.trainer.pipeline.reference
@@ -371,7 +373,7 @@ class SteppingTrainer(PPOTrainer):
                 results.append(self.responses(**arguments, model=None if reference is policy else reference.lm))
         if return_prompt:
             results = [[torch.cat([q.to(r.device), r]) for q, r in zip(queries, x, strict=True)] for x in results]
-        shaped = [rows if isinstance(query_tensor, list) else rows[0].unsqueeze(0) for rows in results]
+        shaped = [rows if several else rows[0].unsqueeze(0) for rows in results]
         return tuple(shaped) if generate_ref_response else shaped[0]
 
     def step(
@@ -385,10 +387,13 @@ class SteppingTrainer(PPOTrainer):
         if response_masks is not None:
             raise ConfigError("response_masks are not honoured; give responses of the policy's own tokens")
         began = time.perf_counter()
-        numbers = [float(score) for score in scores]
+        try:
+            numbers = [float(score) for score in scores]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"scores must be one number per response: {error}") from error
         if len(numbers) != self.config.batch_size:
             raise ConfigError(f"step got {len(numbers)} scores; it must get batch_size, {self.config.batch_size}")
-        metrics = self.trainer.learn(self.trainer.adopt(queries, responses), numbers)
+        metrics = self.trainer.learn(self.trainer.adopt(id_tensors("queries", queries), responses), numbers)
         if self.trainer.last is None:
             return metrics  # a batch with numbers that are not finite, which was skipped
         return statistics(metrics, self.trainer.last, numbers) | {"time/ppo/total": time.perf_counter() - began}
