@@ -35,6 +35,7 @@ from tokencredit.trl import (
     create_reference_model,
     respond_to_batch,
 )
+from tokencredit.trl.arguments import RewardOfIds
 from tokencredit.trl.config import further, settings_of
 from tokencredit.trl.trainers import SteppingTrainer
 
@@ -170,7 +171,7 @@ class Log(TrainerCallback):
     def __init__(self):
         self.events, self.logs = [], []
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **kwargs):
         self.events.append("begin")
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -205,11 +206,16 @@ def test_the_trainer_of_1_9_trains_with_its_value_model_and_logs(here, tokenizer
     log = Log()
     with pytest.warns(UserWarning, match=r"not honoured: .*Log.on_save: it is not called; Log.on_step_begin"):
         trainer = training(tokenizer, here / "out", callbacks=[log])
+    later = Log()
+    with pytest.warns(UserWarning, match=r"not honoured: Log.on_save: it is not called"):
+        trainer.add_callback(later)
     value = trainer.value_model
     assert trainer.trainer.policy.critic.trunk.state_dict()["wte.weight"].equal(value.transformer.wte.weight)
     with pytest.warns(UserWarning, match=r"control.should_training_stop: the run goes on to its end"):
         trainer.train()
     assert log.events == ["begin", (4, 0.5, 1), (8, 1.0, 2)], "logged before each step's end"
+    assert later.logs == log.logs
+    assert (trainer.policy_model, trainer.processing_class) == (trainer.model, tokenizer)
     assert [row["episode"] for row in log.logs] == [4, 8]
     assert {"objective/kl", "objective/scores", "policy/clipfrac_avg", "loss/value_avg"} <= log.logs[0].keys()
     assert (here / "out-value-model").is_dir()
@@ -264,6 +270,10 @@ def test_a_run_goes_on_with_its_reference_and_with_a_value_model_beside_its_fold
         trainer(2, 2).train(resume_from_checkpoint=True)
     fresh = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)
     torch.nn.init.ones_(fresh.score.weight)
+    with pytest.raises(
+        ConfigError, match=r"^output_dir 'run' holds a run .*; give another output_dir, or move it away"
+    ):
+        trainer(1, 2).train()
     trainer(1, 2, value_model=fresh).train(resume_from_checkpoint=True)
     assert len(read_metrics(here / "run")) == 2
     training(tokenizer, None, args=PPOConfig(response_length=2))
@@ -322,6 +332,11 @@ def test_prompts_are_what_a_tokenizer_returns_without_padding(here, tokenizer):
         training(tokenizer, train_dataset=rows, **arguments)
     with pytest.raises(ConfigError, match=r"^train_dataset is of type IterableDataset; it must be a datasets.Dataset"):
         training(tokenizer, train_dataset=Dataset.from_list([{"input_ids": [1]}]).to_iterable_dataset(), **arguments)
+    with pytest.raises(ConfigError, match=r"^train_dataset has the columns prompt; it must have input_ids, a prompt's"):
+        training(tokenizer, train_dataset=[{"prompt": text} for text in TEXTS], **arguments)
+    with pytest.raises(ConfigError, match=r"^eval_dataset is of type dict; it must be a datasets.Dataset"):
+        training(tokenizer, eval_dataset={"test": rows}, **arguments)
+    training(tokenizer, eval_dataset=None, **arguments).generate_completions()
 
 
 def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, tokenizer):
@@ -329,6 +344,8 @@ def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, toke
     lora = LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True)
     trainer = training(tokenizer, here / "out", peft_config=lora, **fresh)
     assert trainer.trainer.pipeline.reference is trainer.trainer.policy
+    trainer.model.save_pretrained("adapter")
+    assert (here / "adapter" / "adapter_config.json").is_file(), "not the base with layers of another name"
     reward = trainer.trainer.pipeline.terms[0].function
     ids, end = tokenizer("The film is great")["input_ids"], tokenizer.eos_token_id
     with torch.no_grad():
@@ -337,6 +354,8 @@ def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, toke
     completions = [ids[2:], [*ids[2:], end], [*ids[2:], end, ids[0]]]
     assert reward(None, None, [ids[:2]] * 3, completions) == pytest.approx([expected] * 3, abs=1e-5)
     assert reward(None, None, [ids], [[end]]) == pytest.approx([expected], abs=1e-5)
+    moved = RewardOfIds(reward.model, tokenizer, torch.device("meta")).model
+    assert moved.device.type == "meta", "the policy's device"
 
 
 def test_defaults_are_trls_of_the_version_whose_names_are_set():
@@ -477,6 +496,11 @@ def test_what_would_train_something_else_is_refused(here, tokenizer):
         training(tokenizer, here / "out", optimizers=(torch.optim.SGD([torch.zeros(1)], lr=1), None))
     with pytest.raises(ConfigError, match=r"Identity, which has no score head .*ClassifierTerm"):
         training(tokenizer, here / "out", reward_model=torch.nn.Identity())
+    two = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=2)
+    with pytest.raises(
+        ConfigError, match=r"which has a score head of 2 outputs; load a reward model with num_labels=1"
+    ):
+        training(tokenizer, here / "out", reward_model=two)
     with pytest.raises(ConfigError, match=r"PPOTrainer has no argument value_modle; did you mean value_model\?"):
         training(tokenizer, here / "out", value_modle=1)
     with pytest.raises(ConfigError, match="must be an AutoModelForCausalLMWithValueHead"):

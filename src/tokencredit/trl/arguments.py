@@ -38,7 +38,7 @@ def trl_terms(value_model: str | None = None) -> Iterator[None]:
         text = str(error)
         for folder in filter(None, (value_model, value_model and str(Path(value_model).absolute()))):
             text = text.replace(f"critic.name is {folder!r}", "value_model").replace(repr(folder), "value_model")
-        text = re.sub(r"^critic\.name\b", "value_model", text)
+        text = re.sub(r"\brun\.dir\b", "output_dir", re.sub(r"^critic\.name\b", "value_model", text))
         if value_model is not None and "value_model" in text:
             text = f"{text if text.startswith('value_model') else f'value_model: {text}'}; {WITHOUT}"
         text = re.sub(r"run\.allow_changed: (\[.*\])", r'PPOConfig(settings={"run.allow_changed": \1})', text)
@@ -80,16 +80,18 @@ def fitting(tokenizer: Any, model: Any) -> Any:
     return own
 
 
-def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The rows of prompts; `ConfigError` for padding in `input_ids`, which would be read as text."""
+def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, name: str = "train_dataset") -> Any:
+    """The rows of prompts; `ConfigError` without `input_ids`, and for padding in them, which would be read as text."""
     if isinstance(dataset, list):  # of dicts, or of what a tokenizer returns
         dataset = [row.data if isinstance(row, BatchEncoding) else row for row in dataset]
-    rows, pad = from_python(dataset, "train_dataset"), tokenizer.pad_token_id
+    rows, pad = from_python(dataset, name), tokenizer.pad_token_id
+    if "input_ids" not in (columns := column_names(rows)) and columns:
+        raise ConfigError(f"{name} has the columns {', '.join(columns)}; it must have input_ids, a prompt's token ids")
     ends = (None, tokenizer.bos_token_id, tokenizer.eos_token_id)
     padding = {"attention_mask": 0} | ({} if pad in ends else {"input_ids": pad})
-    for column in padding.keys() & set(column_names(rows)):
+    for column in padding.keys() & set(columns):
         if any(padding[column] in row for chunk in column_values(rows, column) for row in chunk if row is not None):
-            raise ConfigError("input_ids of train_dataset hold padding; tokenize them with padding=False")
+            raise ConfigError(f"input_ids of {name} hold padding; tokenize them with padding=False")
     return rows
 
 
@@ -116,15 +118,19 @@ def padded(rows: Sequence[Any], device: torch.device, side: str) -> dict[str, Te
 class RewardOfIds:
     """The score of a reward model at a completion's last token, read with the policy's token ids."""
 
-    def __init__(self, model: Any, tokenizer: Any):
-        """`ConfigError` for a model without a score head."""
-        if not hasattr(model, "score"):
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device):
+        """Put the model on the device; `ConfigError` unless it has a score head of one output."""
+        head = getattr(model, "score", nn.Identity())
+        outputs = next((x.out_features for x in reversed([*head.modules()]) if isinstance(x, nn.Linear)), 1)
+        if not hasattr(model, "score") or outputs != 1:
             labels = " or ".join(getattr(getattr(model, "config", None), "label2id", ())) or "LABEL"
+            has = f"a score head of {outputs} outputs" if outputs != 1 else "no score head over the policy's tokens"
             raise ConfigError(
-                f"reward_model is a {type(model).__name__}, which has no score head over the policy's tokens; for a "
-                f"classifier give tokencredit.ClassifierTerm(classifier=FOLDER, label={labels}), or a function"
+                f"reward_model is a {type(model).__name__}, which has {has}; load a reward model with num_labels=1; "
+                f"for a classifier give tokencredit.ClassifierTerm(classifier=FOLDER, label={labels}), or a function"
             )
-        self.model, self.pad = model.eval(), tokenizer.pad_token_id
+        self.model = model.eval() if hasattr(model, "hf_device_map") else model.eval().to(device)
+        self.pad = tokenizer.pad_token_id
 
     @torch.no_grad()
     def __call__(

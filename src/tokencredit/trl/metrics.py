@@ -25,21 +25,28 @@ class Relay:
     def __init__(self, owner: Any, callbacks: Sequence[Any] | None):
         require(list | tuple | None, "a list of TrainerCallbacks", callbacks=callbacks)
         self.owner, self.state, self.control, self.asked_to_stop = owner, TrainerState(), TrainerControl(), False
-        self.callbacks = made = [callback() if isinstance(callback, type) else callback for callback in callbacks or ()]
-        require(
-            TrainerCallback, "a TrainerCallback", **{f"callbacks[{i}]": callback for i, callback in enumerate(made)}
-        )
-        own = {name for name in dir(TrainerCallback) if name.startswith("on_")} - set(CALLED)
+        self.callbacks: list[Any] = []
         self.lines = [
-            f"{type(callback).__name__}.{name}: it is not called"
-            for callback in made
-            for name in sorted(own)
-            if getattr(type(callback), name, None) is not getattr(TrainerCallback, name)
+            line for i, callback in enumerate(callbacks or ()) for line in self.add(callback, f"callbacks[{i}]")
+        ]
+
+    def add(self, callback: Any, name: str = "callback") -> list[str]:
+        """Add a callback or its class; returns lines on its methods that are not called."""
+        made = callback() if isinstance(callback, type) else callback
+        require(TrainerCallback, "a TrainerCallback", **{name: made})
+        self.callbacks.append(made)
+        own = {method for method in dir(TrainerCallback) if method.startswith("on_")} - set(CALLED)
+        return [
+            f"{type(made).__name__}.{method}: it is not called"
+            for method in sorted(own)
+            if getattr(type(made), method, None) is not getattr(TrainerCallback, method)
         ]
 
     def fire(self, event: str, **logs: Any) -> None:
-        """Call a method of all callbacks."""
-        about = {"model": self.owner.model, "processing_class": self.owner.tokenizer, **logs}
+        """Call a method of all callbacks, with the arguments that a TrainerCallback gets."""
+        about = dict.fromkeys(("lr_scheduler", "train_dataloader", "eval_dataloader"))  # there are none
+        about |= {"model": self.owner.model, "processing_class": self.owner.tokenizer, **logs}
+        about["optimizer"] = self.owner.trainer.learner.optimizer
         for callback in self.callbacks:
             getattr(callback, event)(self.owner.args, self.state, self.control, **about)
 

@@ -27,7 +27,7 @@ from tokencredit.settings.training import AuditConfig, RunConfig
 from tokencredit.text.data.hub import upload
 from tokencredit.text.models.critic import critic_folder
 from tokencredit.text.models.model_loading import weights_digest
-from tokencredit.text.models.peft_models import active_adapter
+from tokencredit.text.models.peft_models import attached
 from tokencredit.text.models.run_models import save_policy
 from tokencredit.text.ppo_trainer import PPOTrainer as Trainer
 from tokencredit.text.rewards.calls import Term
@@ -51,7 +51,7 @@ from tokencredit.trl.arguments import (
 from tokencredit.trl.config import PPOConfig as Config
 from tokencredit.trl.config import further, refuse_unknown, settings_of
 from tokencredit.trl.metrics import Relay, statistics
-from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, freeze_layers, same_but_head
+from tokencredit.trl.value_head import AutoModelForCausalLMWithValueHead, choose_adapter, freeze_layers, same_but_head
 
 ONLY_NEW = {"args", "processing_class", "policy", "ref_policy", "reward_model", "value_model", "train_dataset"}
 """Arguments of TRL 0.12 to 1.9, not of its loop before."""
@@ -127,8 +127,7 @@ class PPOTrainer:
             reference.lm.load_state_dict(given.state_dict())
         except RuntimeError as error:
             raise ConfigError(f"ref_model is not of the model's architecture: {error}") from error
-        part = {"name": type(given).__name__, "digest": weights_digest(given)}
-        self.trainer.record.parts["ref_model"] = part
+        self.trainer.record.parts["ref_model"] = {"name": type(given).__name__, "digest": weights_digest(given)}
 
     def responses(
         self,
@@ -178,7 +177,8 @@ class TrainingTrainer(PPOTrainer):
     ):
         """Build the trainer from TRL's arguments; the last four are names of 0.12.0."""
         self.args, self.tokenizer, self.model = args or config, processing_class or tokenizer, model or policy
-        self.ref_model, self.value_model, self.eval_dataset = ref_model or ref_policy, value_model, eval_dataset
+        self.ref_model, self.value_model = ref_model or ref_policy, value_model
+        self.processing_class = self.tokenizer
         self._check_types(reward_model=reward_model, train_dataset=train_dataset)
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
@@ -187,9 +187,10 @@ class TrainingTrainer(PPOTrainer):
             raise ConfigError(f"hub_private_repo is true, and a run makes no private repository at its end; {way}")
         own, here = fitting(self.tokenizer, self.model), further(self.args)
         train_dataset = prompts_of(train_dataset, self.tokenizer)
+        self.eval_dataset = eval_dataset and prompts_of(eval_dataset, self.tokenizer, "eval_dataset")
         self.relay = Relay(self, callbacks)
         self.state = self.relay.state
-        self._choose_adapter()
+        choose_adapter(self.model, self.args.model_adapter_name, self.args.ref_adapter_name)
         processes = Processes(here.get("run.timeout", RunConfig().timeout))
         world = processes.count
         settings, lines = settings_of(self.args, old=False, rows=len(train_dataset), world_size=world)
@@ -202,11 +203,12 @@ class TrainingTrainer(PPOTrainer):
         if type(data_collator) not in (type(None), DataCollatorWithPadding):
             lines.append("data_collator: prompts are input_ids, padded by a mask")
         if isinstance(reward_model, nn.Module):
-            reward_model = Term("reward_model", 1.0, RewardOfIds(reward_model, self.tokenizer))
+            reward_model = Term("reward_model", 1.0, RewardOfIds(reward_model, self.tokenizer, processes.device))
         parts = {"processing_class": own, "peft_config": peft_config, "callbacks": [self.relay]}
         same = equal(self.ref_model, self.model)  # an adapter changes the model in place
         with trl_terms(settings["critic.name"]):
             self.trainer = Trainer(self.model, reward_model, PPOConfig.from_dict(settings), train_dataset, **parts)
+        self.model = self.policy_model = attached(self.trainer.policy.lm) or self.model
         used = self.trainer.args
         batch, batches = used.rollout.batch_size, used.run.iterations
         self.state.max_steps = batches
@@ -236,36 +238,21 @@ class TrainingTrainer(PPOTrainer):
         finally:
             self.relay.fire("on_train_end")
 
+    def add_callback(self, callback: Any) -> None:
+        """Add a TrainerCallback or its class."""
+        self.say(self.relay.add(callback))
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the policy with the tokenizer, into `output_dir` of the arguments by default."""
         self.save_pretrained(output_dir or self.trainer.record.folder.path)
 
     def generate_completions(self, sampling: bool = False) -> None:
         """Print completions of the held-out prompts, a batch with `sampling`, else at most 64, nearly greedy."""
-        if self.eval_dataset is None:
-            return
-        count = min(len(self.eval_dataset), (self.args.per_device_eval_batch_size or 8) if sampling else ROWS)
+        count = min(len(self.eval_dataset or ()), (self.args.per_device_eval_batch_size or 8) if sampling else ROWS)
         ids = [torch.tensor(self.eval_dataset[row]["input_ids"]) for row in range(count)]
         texts = self.responses(ids, ROWS, max_new_tokens=self.args.response_length, do_sample=True, temperature=0.01)
         for pair in zip(ids, texts, strict=True):
             self.trainer.record.screen.say(" → ".join(self.tokenizer.batch_decode(pair, skip_special_tokens=True)))
-
-    def _choose_adapter(self) -> None:
-        """Train `model_adapter_name`; `ConfigError` unless `ref_adapter_name` begins with the same weights."""
-        own, other = self.args.model_adapter_name, self.args.ref_adapter_name
-        adapters = getattr(self.model, "peft_config", {})
-        for name, adapter in {"model_adapter_name": own, "ref_adapter_name": other}.items():
-            if adapter is not None and adapter not in adapters:
-                there = f"the adapters {', '.join(adapters)}" if adapters else "no adapter"
-                raise ConfigError(f"{name} is {adapter!r}, and model has {there}")
-        if own is not None:
-            self.model.set_adapter(own)
-        if other is not None:
-            own, weights = active_adapter(self.model), dict(self.model.named_parameters())
-            one, two = ({n.replace(f".{x}.", "."): weights[n] for n in weights if f".{x}." in n} for x in (own, other))
-            if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
-                raise ConfigError(f"ref_adapter_name {other!r} differs from {own!r}, whose start is the reference here")
-            self.model.delete_adapter(other)
 
     def _stops(self) -> dict[str, Any]:
         """Settings of the end of completions."""

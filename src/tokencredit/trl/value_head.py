@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tokencredit.errors import ConfigError
 from tokencredit.text.models.adapters import AdapterSwitch
-from tokencredit.text.models.peft_models import peft_library
+from tokencredit.text.models.peft_models import active_adapter, peft_library
 
 HEAD = ("v_head_init_strategy", "v_head_initializer_range", "summary_dropout_prob")
 REWARD_ADAPTER = "reward"
@@ -156,3 +156,20 @@ def same_but_head(model: Any, folder: Path) -> bool:
     return saved.keys() == own.keys() and all(
         torch.equal(saved[name], own[name].cpu()) for name in own if not name.startswith("score.")
     )
+
+
+def choose_adapter(model: Any, own: str | None, other: str | None) -> None:
+    """Activate the adapter `own`; `ConfigError` unless `other`, the reference's, begins with the same weights."""
+    adapters = getattr(model, "peft_config", {})
+    for name, adapter in {"model_adapter_name": own, "ref_adapter_name": other}.items():
+        if adapter is not None and adapter not in adapters:
+            there = f"the adapters {', '.join(adapters)}" if adapters else "no adapter"
+            raise ConfigError(f"{name} is {adapter!r}, and model has {there}")
+    if own is not None:
+        model.set_adapter(own)
+    if other is not None:
+        own, weights = active_adapter(model), dict(model.named_parameters())
+        one, two = ({n.replace(f".{x}.", "."): weights[n] for n in weights if f".{x}." in n} for x in (own, other))
+        if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
+            raise ConfigError(f"ref_adapter_name {other!r} differs from {own!r}, whose start is the reference here")
+        model.delete_adapter(other)
