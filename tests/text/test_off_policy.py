@@ -239,6 +239,7 @@ def test_the_pass_before_an_update_is_skipped_where_nothing_reads_it(critic, pro
     rows = read_metrics(tmp_path)
     names = {"behavior_ratio", "behavior_kl", "weight_mean", "weight_ess"}
     assert all(names <= set(row) for row in rows)
+    assert all(("entropy" in row) == (passes == 3) for row in rows), "draws of earlier policies do not estimate it"
     assert all(0.8 < row["behavior_ratio"] < 1.25 for row in rows)
     sample = read_jsonl(tmp_path / "samples.jsonl")[-1]
     assert ("behavior_logprobs" in sample) == (passes == 3)

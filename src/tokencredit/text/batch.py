@@ -175,7 +175,8 @@ class Batch:
             "advantage_mean": float(advantage),
             "advantage_std": float(advantage_variance.sqrt()),
         }
-        if not self.drawn_elsewhere or rollout.entropy is not None:  # else a mean over other draws than the policy's
+        # Without exact entropies −log-prob estimates them, if the policy of now drew the tokens.
+        if rollout.entropy is not None or not (self.drawn_elsewhere or rollout.age is not None):
             metrics["entropy"] = entropy / tokens
         if shaped is not None:
             _, reward, variance = moments(shaped, torch.ones_like(shaped, dtype=torch.bool), processes.sum)

@@ -91,8 +91,10 @@ def test_tokens_have_the_log_probs_of_the_weights_of_their_age(groups, max_age, 
             torch.testing.assert_close(rollout.behavior_logprobs[at], then[at], atol=1e-5, rtol=0)
         lm.load_state_dict(seen.weights[number])
         with torch.no_grad():
-            now = trainer.policy.logprobs(rollout.inputs(), args.rollout.temperature)[0]
-        torch.testing.assert_close(rollout.logprobs[rollout.mask], now[rollout.mask], atol=1e-5, rtol=0)
+            now = trainer.policy(rollout.inputs(), args.rollout.temperature, entropy=True)
+        torch.testing.assert_close(rollout.logprobs[rollout.mask], now.logprobs[rollout.mask], atol=1e-5, rtol=0)
+        exact = float(now.stats.entropy[rollout.mask].mean())
+        assert metrics[number]["entropy"] == pytest.approx(exact, rel=1e-4), "old draws do not estimate it"
     assert not sampling_threads()
     samples = read_jsonl(tmp_path / "run/samples.jsonl")
     for sample in samples:

@@ -160,8 +160,11 @@ def test_completions_of_elsewhere_are_those_of_the_policy(tmp_path):
     assert "log_ratio" in metrics, "of another policy's draws it is no KL"
     assert "kl" not in metrics
     # A batch from before that update is older than the policy.
+    with torch.no_grad():
+        entropies = trainer.policy(rollout.inputs(), temperature=1.0, entropy=True).stats.entropy
     old = trainer.learn(batch, [0.0] * 3)
     assert old["age_mean"] == 1
+    assert old["entropy"] == pytest.approx(float(entropies[rollout.mask].mean()), rel=1e-4)
     assert trainer.summary is not None
 
 

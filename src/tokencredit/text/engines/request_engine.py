@@ -115,8 +115,9 @@ class RequestEngine(Engine):
         with self._before_passes(), self.losing(" to free its memory"):
             self.sampler.sleep()
         filtered, temperature = bool(settings.filters()), settings.temperature
+        entropy = filtered or rollout.age is not None  # which draws of another distribution do not estimate
         with self.precision.no_grad():
-            exact = evaluate_rollout(self.policy, rollout, temperature, self.budget, self.in_step, entropy=filtered)
+            exact = evaluate_rollout(self.policy, rollout, temperature, self.budget, self.in_step, entropy=entropy)
         if len(rollout.mask) and not (self.sampler.shares_weights or filtered):
             drawn = rollout.mask & (rollout.logprobs != 0)  # not those of `begin`
             require_same_logprobs(

@@ -371,7 +371,7 @@ class LoopByHand(Trainer):
     def _adopted(self, rows: PromptBatch, ids: list[Tensor], logprobs: list[Tensor] | None) -> Batch:
         device, engine, settings = rows.ids.device, self.pipeline.engine, self.loaded.rollout
         mask = padded([torch.ones_like(row) for row in ids], torch.bool).to(device)
-        tokens = padded(ids, torch.long, int(engine.end_ids[0]) if engine.end_ids else 0).to(device)
+        tokens = padded(ids, torch.long, int(engine.end_ids[0])).to(device)
         ended = [settings.stop_at_eos and int(row[-1]) in engine.end_ids for row in ids]
         rollout = Rollout(
             prompt_ids=rows.ids,
@@ -391,8 +391,8 @@ class LoopByHand(Trainer):
         """The rollout with log-probs of the current policy."""
         pipeline = self.pipeline
         with pipeline.precision.no_grad():
-            temperature = self.loaded.rollout.temperature
-            return evaluate_rollout(pipeline.policy, rollout, temperature, pipeline.budget, pipeline.lockstep)
+            given = pipeline.policy, rollout, self.loaded.rollout.temperature, pipeline.budget, pipeline.lockstep
+            return evaluate_rollout(*given, entropy=rollout.age is not None)
 
     def _by_current_policy(self, batch: Batch) -> Batch:
         """The batch, with the age of its tokens and new log-probs, values and scores if it is older than the policy."""
