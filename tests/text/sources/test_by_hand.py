@@ -232,6 +232,21 @@ def test_adopted_completions_without_log_probs_are_the_policys_and_need_no_corre
     assert trainer.close()["iterations"] == 1
 
 
+def test_padding_after_the_end_of_an_adopted_completion_is_reported(tmp_path):
+    padded = (
+        "completions go on after an end-of-sequence token, and all their tokens are learned from: leave padding out"
+    )
+    for stop_at_eos in (True, False):
+        folder = tmp_path / str(stop_at_eos)
+        trainer = by_hand(folder, rollout=RolloutConfig(batch_size=3, max_new_tokens=8, stop_at_eos=stop_at_eos))
+        end = trainer.tokenizer.eos_token_id
+        trainer.adopt(PROMPTS[:1], [[5, end]])
+        assert padded not in read_events(folder)
+        trainer.adopt(PROMPTS[:1], [[5, end, end]])
+        assert (padded in read_events(folder)) == stop_at_eos
+        trainer.close()
+
+
 def test_a_kl_to_aim_at_is_said_to_pass_over_draws_of_elsewhere(tmp_path):
     trainer = by_hand(tmp_path / "run", kl=KLConfig(target=6.0))
     before = trainer.credit.kl.coef

@@ -373,6 +373,9 @@ class LoopByHand(Trainer):
         mask = padded([torch.ones_like(row) for row in ids], torch.bool).to(device)
         tokens = padded(ids, torch.long, int(engine.end_ids[0])).to(device)
         ended = [settings.stop_at_eos and int(row[-1]) in engine.end_ids for row in ids]
+        if settings.stop_at_eos and any(set(row[:-1].tolist()) & set(engine.end_ids) for row in ids):
+            after = "completions go on after an end-of-sequence token, and all their tokens are learned from"
+            self._report_once("ends", f"{after}: leave padding out")
         rollout = Rollout(
             prompt_ids=rows.ids,
             prompt_mask=rows.mask,
