@@ -121,6 +121,17 @@ def test_a_seed_gives_the_same_rows_and_responses(here, tokenizer):
     assert found[0][:2] != found[0][2:], "another order in each epoch"
 
 
+def test_a_response_ends_at_any_end_of_the_model(here, tokenizer):
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(POLICY)
+    others = list(range(100, len(tokenizer), 2))
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *others]
+    trainer = stepping(tokenizer, model)
+    query = torch.tensor(tokenizer("This movie was")["input_ids"])
+    for row in trainer.generate([query] * 4, return_prompt=False, max_new_tokens=8, do_sample=True):
+        assert not set(row[:-1].tolist()) & {tokenizer.eos_token_id, *others}, "there is no padding"
+    trainer.close()
+
+
 @torch.no_grad()
 def logprob(model, query, response):
     """Log-probability of a response under the policy."""

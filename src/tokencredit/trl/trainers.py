@@ -140,15 +140,15 @@ class PPOTrainer:
     ) -> list[Tensor]:
         """Responses by a model's own `generate`, up to their end-of-sequence token unless `whole`."""
         device, found = self.trainer.processes.device, []
-        model, end = model or self.model, self.tokenizer.eos_token_id
+        model, ends = model or self.model, torch.tensor(self.trainer.pipeline.engine.end_ids, device=device)
         for first in range(0, len(queries), batch_size):
             inputs = padded(queries[first : first + batch_size], device, "left")
             length = {} if lengths is None else {"max_new_tokens": lengths()}
             with self.trainer.pipeline.precision.no_grad():
                 sampled = model.generate(**inputs, **generation_kwargs | length)
             for row in sampled[:, inputs["input_ids"].shape[1] :]:
-                ends = (row == end).nonzero()[:, 0].tolist()
-                found.append(row[: ends[0] + 1] if ends and not whole else row)
+                at = torch.isin(row, ends).nonzero()[:, 0].tolist()
+                found.append(row[: at[0] + 1] if at and not whole else row)
         return found
 
 
