@@ -278,6 +278,10 @@ class PPOConfig(Configuration):
             refuse(self, "sharding.sampling", "episodes do not sample in step; set sharding.sampling: gathered")
         if self.rollout.cache == "static":
             refuse(self, "rollout.cache", "episodes of several turns use a dynamic cache: leave it out")
+        least, turn = self.rollout.min_new_tokens, self.env.turn_tokens
+        if turn is not None and turn < least:
+            reason = f"it must be at least rollout.min_new_tokens, {least}, or every turn would be cut"
+            refuse(self, "env.turn_tokens", reason)
         longest, most = self.evaluation_sampling().max_new_tokens, self.rollout.max_new_tokens
         if self.eval.every and longest < most:
             reason = f"it must be at least rollout.max_new_tokens, {most}, or evaluated episodes would be cut short"

@@ -180,6 +180,10 @@ def test_evaluations_play_other_episodes_than_training(tmp_path):
             {"eval": EvalConfig(every=1, max_new_tokens=24)},
             "eval.max_new_tokens is 24; it must be at least rollout.max_new_tokens",
         ),
+        (
+            {"rollout": RolloutConfig(batch_size=8, max_new_tokens=160, min_new_tokens=7)},
+            "env.turn_tokens is 6; it must be at least rollout.min_new_tokens, 7, or every turn would be cut",
+        ),
     ],
 )
 def test_settings_that_episodes_do_not_have_are_refused(groups, message, tmp_path):
