@@ -314,6 +314,7 @@ def echo(word: str) -> str:
         (Tools, [echo], "two tools are named 'echo': a function and a method of Tools"),
         (None, [echo, echo], "two tools are named 'echo'"),
         (None, "echo", "tools is 'echo'; it must be a list of functions"),
+        (None, ["echo"], "the tool is 'echo'; a tool must be a function"),
         (None, [Tools], r"the tool Tools is <class .*; a tool must be a function"),
         (Undescribed, None, r"Undescribed\.step cannot be a tool: .*reset takes one argument named row"),
         ({"a": Steps, "b": type("Steps", (Steps,), {})}, None, "two classes named 'Steps', and so would their rewards"),

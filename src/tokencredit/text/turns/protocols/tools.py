@@ -82,7 +82,7 @@ def describe_all(functions: Iterable[Callable[..., Any]], label: str) -> dict[st
     """Descriptions of functions by name; `ConfigError` if one cannot be a tool, or two have the same name."""
     tools: dict[str, Tool] = {}
     for function in functions:
-        tool = describe(function, f"{label}{getattr(function, '__name__', '')}")
+        tool = describe(function, f"{label}{getattr(function, '__name__', '')}".rstrip())
         if tool.name in tools:
             raise ConfigError(f"two tools are named {tool.name!r}; give each its own name")
         tools[tool.name] = tool
