@@ -147,7 +147,7 @@ def of_attainable(share: float, *, few: bool, pooled: bool) -> str:
     if (percent := round(100 * share)) > 100:  # no policy exceeds the limit itself
         return (
             "an unknown share of what this reward allows at this KL price: samples of the reference with such rewards "
-            f"are too few to estimate the limit ({percent} % of the estimate; tokencredit limit takes more)"
+            "are too few to estimate the limit (tokencredit limit takes more)"
         )
     bound = "about " if few and pooled else "at most " if few else "at least " if pooled else ""
     reasons = ["too few samples of the reference have such rewards, so that its limit is a lower bound"] * few

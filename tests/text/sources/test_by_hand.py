@@ -232,6 +232,14 @@ def test_adopted_completions_without_log_probs_are_the_policys_and_need_no_corre
     assert trainer.close()["iterations"] == 1
 
 
+def test_completions_of_elsewhere_have_no_truncated_support(tmp_path):
+    rollout = RolloutConfig(batch_size=3, max_new_tokens=8, top_k=5)
+    off_policy = OffPolicyConfig(support="truncated", proximal="behavior")
+    trainer = by_hand(tmp_path / "run", rollout=rollout, off_policy=off_policy)
+    with pytest.raises(ConfigError, match=r"off_policy.support .* adopt needs support: full"):
+        trainer.adopt(PROMPTS, [[5, 6]] * 3)
+
+
 def test_padding_after_the_end_of_an_adopted_completion_is_reported(tmp_path):
     padded = (
         "completions go on after an end-of-sequence token, and all their tokens are learned from: leave padding out"

@@ -346,6 +346,8 @@ class LoopByHand(Trainer):
         room = max_prompt_length(self.pipeline.policy.lm, 0, self.loaded.ppo.micro_batch_tokens)
         group, lengths = self.loaded.rollout.per_prompt, rows.mask.sum(1).tolist()
         tokens = self.pipeline.policy.lm.config.get_text_config().vocab_size
+        if self.loaded.off_policy.support == "truncated":
+            raise ConfigError("off_policy.support truncated is for the engine's own draws; adopt needs support: full")
         for name, number in (("completions", len(ids)), ("lists of logprobs", len(logprobs or ids))):
             if number != len(rows.ids):
                 raise ConfigError(f"there are {len(rows.ids)} prompts and {number} {name}; give one per prompt")
