@@ -279,8 +279,8 @@ class PPOConfig(Configuration):
         if self.rollout.cache == "static":
             refuse(self, "rollout.cache", "episodes of several turns use a dynamic cache: leave it out")
         least, turn = self.rollout.min_new_tokens, self.env.turn_tokens
-        if turn is not None and turn < least:
-            reason = f"it must be at least rollout.min_new_tokens, {least}, or every turn would be cut"
+        if turn is not None and turn < least + (least > 0 and not self.rollout.stop):
+            reason = f"it must be above rollout.min_new_tokens, {least}, or every turn would be cut"
             refuse(self, "env.turn_tokens", reason)
         longest, most = self.evaluation_sampling().max_new_tokens, self.rollout.max_new_tokens
         if self.eval.every and longest < most:

@@ -181,8 +181,8 @@ def test_evaluations_play_other_episodes_than_training(tmp_path):
             "eval.max_new_tokens is 24; it must be at least rollout.max_new_tokens",
         ),
         (
-            {"rollout": RolloutConfig(batch_size=8, max_new_tokens=160, min_new_tokens=7)},
-            "env.turn_tokens is 6; it must be at least rollout.min_new_tokens, 7, or every turn would be cut",
+            {"rollout": RolloutConfig(batch_size=8, max_new_tokens=160, min_new_tokens=6)},
+            "env.turn_tokens is 6; it must be above rollout.min_new_tokens, 6, or every turn would be cut",
         ),
     ],
 )
