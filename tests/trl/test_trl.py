@@ -369,6 +369,21 @@ def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, toke
     assert moved.device.type == "meta", "the policy's device"
 
 
+def test_a_score_head_may_be_a_method(tokenizer):
+    class Scorer(torch.nn.Module):
+        base_model_prefix = "trunk"
+
+        def __init__(self):
+            super().__init__()
+            self.trunk = AutoModelForCausalLM.from_pretrained(POLICY).transformer
+            self.head = torch.nn.Linear(self.trunk.config.n_embd, 1)
+
+        def score(self, states):
+            return self.head(states.float())
+
+    assert len(RewardOfIds(Scorer(), tokenizer, torch.device("cpu"))(None, None, [[5, 6]], [[7]])) == 1
+
+
 def test_defaults_are_trls_of_the_version_whose_names_are_set():
     new, old = PPOConfig(output_dir="out", missing_eos_penalty=1.0), PPOConfig(model_name="gpt2", log_with="wandb")
     assert (new.response_length, new.learning_rate, new.seed, new.kl_coef, new.lam) == (53, 3e-6, 42, 0.05, 0.95)

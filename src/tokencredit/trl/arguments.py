@@ -120,9 +120,10 @@ class RewardOfIds:
 
     def __init__(self, model: Any, tokenizer: Any, device: torch.device):
         """Put the model on the device; `ConfigError` unless it has a score head of one output."""
-        head = getattr(model, "score", nn.Identity())
-        outputs = next((x.out_features for x in reversed([*head.modules()]) if isinstance(x, nn.Linear)), 1)
-        if not hasattr(model, "score") or outputs != 1:
+        head = getattr(model, "score", None)  # may be a method
+        layers = [*head.modules()] if isinstance(head, nn.Module) else []
+        outputs = next((x.out_features for x in reversed(layers) if isinstance(x, nn.Linear)), 1)
+        if head is None or outputs != 1:
             labels = " or ".join(getattr(getattr(model, "config", None), "label2id", ())) or "LABEL"
             has = f"a score head of {outputs} outputs" if outputs != 1 else "no score head over the policy's tokens"
             raise ConfigError(
