@@ -348,6 +348,8 @@ def test_prompts_are_what_a_tokenizer_returns_without_padding(here, tokenizer):
     with pytest.raises(ConfigError, match=r"^eval_dataset is of type dict; it must be a datasets.Dataset"):
         training(tokenizer, eval_dataset={"test": rows}, **arguments)
     training(tokenizer, eval_dataset=None, **arguments).generate_completions()
+    with pytest.raises(ConfigError, match=r"^eval_dataset must hold token ids: "):
+        training(tokenizer, eval_dataset=[{"input_ids": "a text"}], **arguments).generate_completions()
 
 
 def test_the_reward_is_the_score_of_the_last_token_that_is_no_padding(here, tokenizer):
@@ -565,10 +567,11 @@ def test_tensors_of_the_loop_are_checked_and_cut_as_trl_does(here, tokenizer, mo
     trainer = stepping(tokenizer, init_kl_coef=0.0)
     one, end = torch.tensor(tokenizer("The film")["input_ids"]), tokenizer.eos_token_id
     for call in (lambda: trainer.generate(one[None]), lambda: trainer.step([one[None]] * 4, [one] * 4, [1.0] * 4)):
-        with pytest.raises(
-            ConfigError, match=r"holds a tensor of shape \[1, \d\]; it must have one dimension per text"
-        ):
+        with pytest.raises(ConfigError, match=r"holds a tensor of shape \[1, \d\] and torch.int64; .*in one dimension"):
             call()
+    for wrong in ([one.float()], [one[:0]], [5, 6]):
+        with pytest.raises(ConfigError, match=r"^query_tensor holds a tensor of shape .*; it must hold token ids"):
+            trainer.generate(wrong)
     with pytest.raises(ConfigError, match=r"^query_tensor must hold token ids: "):
         trainer.generate(["The film"])
     for scores in ([None] * 4, [torch.ones(2)] * 4):

@@ -90,21 +90,22 @@ def prompts_of(dataset: Any, tokenizer: PreTrainedTokenizerBase, name: str = "tr
     ends = (None, tokenizer.bos_token_id, tokenizer.eos_token_id)
     padding = {"attention_mask": 0} | ({} if pad in ends else {"input_ids": pad})
     for column in padding.keys() & set(columns):
-        if any(padding[column] in row for chunk in column_values(rows, column) for row in chunk if row is not None):
+        values = (row for chunk in column_values(rows, column) for row in chunk)
+        if any(padding[column] in row for row in values if not isinstance(row, str | None)):
             raise ConfigError(f"input_ids of {name} hold padding; tokenize them with padding=False")
     return rows
 
 
 def id_tensors(name: str, rows: Sequence[Any]) -> list[Tensor]:
-    """Token ids of several texts, each `[time]`; `ConfigError` for anything else."""
+    """Token ids of several texts, each `[time]` and not empty; `ConfigError` for anything else."""
     try:
         tensors = [torch.as_tensor(row) for row in rows]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{name} must hold token ids: {error}") from error
     for ids in tensors:
-        if ids.ndim != 1:
-            shape = list(ids.shape)
-            raise ConfigError(f"{name} holds a tensor of shape {shape}; it must have one dimension per text: tensor[0]")
+        if ids.ndim != 1 or not len(ids) or ids.is_floating_point():
+            kind = f"tensor of shape {list(ids.shape)} and {ids.dtype}"
+            raise ConfigError(f"{name} holds a {kind}; it must hold token ids in one dimension per text")
     return tensors
 
 

@@ -249,7 +249,7 @@ class TrainingTrainer(PPOTrainer):
     def generate_completions(self, sampling: bool = False) -> None:
         """Print completions of the held-out prompts, a batch with `sampling`, else at most 64, nearly greedy."""
         count = min(len(self.eval_dataset or ()), (self.args.per_device_eval_batch_size or 8) if sampling else ROWS)
-        ids = [torch.tensor(self.eval_dataset[row]["input_ids"]) for row in range(count)]
+        ids = id_tensors("eval_dataset", [self.eval_dataset[row]["input_ids"] for row in range(count)])
         texts = self.responses(ids, ROWS, max_new_tokens=self.args.response_length, do_sample=True, temperature=0.01)
         for pair in zip(ids, texts, strict=True):
             self.trainer.record.screen.say(" → ".join(self.tokenizer.batch_decode(pair, skip_special_tokens=True)))
