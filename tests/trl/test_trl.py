@@ -178,6 +178,22 @@ def test_an_adapter_scores_and_another_is_trained(here, tokenizer):
     again.close()
 
 
+def test_a_scripts_model_is_the_trained_one_with_an_adapter_of_the_settings_too(here, tokenizer):
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", fan_in_fan_out=True)
+    added, merged = {"model.lora.rank": 2}, {"model.adapter": "merge"}
+    adapted = AutoModelForCausalLMWithValueHead.from_pretrained(POLICY, peft_config=lora)
+    plain = AutoModelForCausalLMWithValueHead.from_pretrained(POLICY)
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(POLICY), lora)
+    trainers = [stepping(tokenizer, plain, settings=added), stepping(tokenizer, adapted, settings=merged)]
+    trainers.append(training(tokenizer, here / "out", model=peft, settings=merged))
+    for number, file in enumerate(("adapter_config.json", "config.json", "config.json")):
+        trainers[number].model.save_pretrained(str(number))
+        assert (here / str(number) / file).is_file()
+        assert (here / str(number) / "adapter_config.json").is_file() == (number == 0), "which would be untrained"
+    for trainer in trainers[:2]:
+        trainer.close()
+
+
 class Log(TrainerCallback):
     def __init__(self):
         self.events, self.logs = [], []

@@ -177,8 +177,7 @@ class TrainingTrainer(PPOTrainer):
     ):
         """Build the trainer from TRL's arguments; the last four are names of 0.12.0."""
         self.args, self.tokenizer, self.model = args or config, processing_class or tokenizer, model or policy
-        self.ref_model, self.value_model = ref_model or ref_policy, value_model
-        self.processing_class = self.tokenizer
+        self.ref_model, self.value_model, self.processing_class = ref_model or ref_policy, value_model, self.tokenizer
         self._check_types(reward_model=reward_model, train_dataset=train_dataset)
         if optimizers not in (None, (None, None)):
             raise ConfigError("optimizers would train otherwise than args say; set learning_rate and lr_scheduler_type")
@@ -208,7 +207,7 @@ class TrainingTrainer(PPOTrainer):
         same = equal(self.ref_model, self.model)  # an adapter changes the model in place
         with trl_terms(settings["critic.name"]):
             self.trainer = Trainer(self.model, reward_model, PPOConfig.from_dict(settings), train_dataset, **parts)
-        self.model = self.policy_model = attached(self.trainer.policy.lm) or self.model
+        self.model = self.policy_model = attached(self.trainer.policy.lm) or self.trainer.policy.lm
         used = self.trainer.args
         batch, batches = used.rollout.batch_size, used.run.iterations
         self.state.max_steps = batches
@@ -321,6 +320,7 @@ class SteppingTrainer(PPOTrainer):
         given = getattr(ref_model, "pretrained_model", ref_model)
         same = equal(given, model.pretrained_model)
         self.trainer = Trainer(model.pretrained_model, [], PPOConfig.from_dict(settings), processing_class=own)
+        model.pretrained_model = attached(self.trainer.policy.lm) or self.trainer.policy.lm  # with the adapter trained
         self.current_device, self.optimizer = self.trainer.processes.device, self.trainer.learner.optimizer
         self.take_reference(given, same)
         self.dataset, self.dataloader = dataset, None
