@@ -61,7 +61,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "first 20": {"run.iterations": 20},
     "learned critic": LEARNED,
-    "learned critic, no value clip": {**LEARNED, "critic.clip": None},
     "fit alone": {"critic.coef": 0},
     "separate critic": {"critic.kind": "separate"},
     "true-credit": {**flat(RECIPE), "critic.prefix_every": 0},
