@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from tokencredit.control.environment_wrappers import EnvironmentRaised
 from tokencredit.control.vector_environments import make_envs, restore_envs, save_envs, statistics
 from tokencredit.settings.control import EnvConfig
 
@@ -100,6 +101,61 @@ def test_a_copy_restored_once_more_before_its_next_step_goes_on_where_it_was(ste
     rewards(third, 5)  # Gymnasium would reset its copies in the next step
     assert restore_envs(third, deepcopy(save_envs(others))) == []
     assert rewards(third, 9) == rewards(envs, 9)
+
+
+class InPlace(Steps):
+    """Changes the arrays of its observation and of its action in place."""
+
+    action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self.observation, info = super().reset(seed=seed)
+        return self.observation, info
+
+    def step(self, action):
+        action *= 0.5
+        self.observation += action
+        return self.observation, *super().step(action)[1:]
+
+
+gym.register("InPlace-v0", InPlace)
+
+
+@pytest.mark.filterwarnings("ignore:.*share an object:UserWarning")
+def test_arrays_that_an_environment_changes_in_place_do_not_change_what_came_before():
+    """A stack holds earlier observations, and a replay the actions as they were sampled."""
+    config = EnvConfig("InPlace-v0", kwargs={"by": "end"})
+    envs, others = make_envs(config, 1, 0.99, stack=3), make_envs(config, 1, 0.99, stack=3)
+    envs.reset(seed=1)
+    for _ in range(3):
+        observation = envs.step(np.ones((1, 1), np.float32))[0]
+    assert observation.tolist() == [[0.5, 1.0, 1.5]]
+    assert restore_envs(others, deepcopy(save_envs(envs))) == []
+
+
+class Outside(Steps):
+    """Observes a category that its space lacks."""
+
+    observation_space = spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action):
+        return -1, *super().step(action)[1:]
+
+
+gym.register("Outside-v0", Outside)
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:UserWarning")
+@pytest.mark.parametrize("stack", [1, 3])
+def test_an_observation_outside_its_space_is_refused_in_a_stack_too(stack):
+    envs = make_envs(EnvConfig("Outside-v0", kwargs={"by": "end"}), 1, 0.99, stack=stack)
+    envs.reset(seed=1)
+    with pytest.raises(EnvironmentRaised, match="the observation -1 does not fit its space, Discrete"):
+        envs.step(np.zeros(1, int))
 
 
 class Lapse(Steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import gymnasium as gym
@@ -141,7 +142,7 @@ class ReplayWrapper(gym.Wrapper):
         if self.steps <= MAX_REPLAY_STEPS:
             self.actions.append(action)
         try:
-            observation, reward, terminated, truncated, _ = self.env.step(action)
+            observation, reward, terminated, truncated, _ = self.env.step(copy(action))  # it may change it in place
             self.observation = to_space(self.env.observation_space, observation)
             reward = float(reward)
         except (Exception, SystemExit) as error:

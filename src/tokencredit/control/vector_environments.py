@@ -23,6 +23,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.wrappers import FlattenObservation as FlattenOne
 from gymnasium.wrappers import FrameStackObservation, NormalizeReward, RecordVideo
 from gymnasium.wrappers import NormalizeObservation as NormalizeOne
+from gymnasium.wrappers import TransformObservation as TransformOne
 from gymnasium.wrappers.utils import RunningMeanStd
 from gymnasium.wrappers.vector import (
     DtypeObservation,
@@ -39,6 +40,7 @@ from tokencredit.control.environment_wrappers import (
     ReplayWrapper,
     ScaleReward,
     gather_copies,
+    to_space,
 )
 from tokencredit.distributed.processes import Processes, restored
 from tokencredit.errors import ConfigError
@@ -229,8 +231,8 @@ def users_code(spec: EnvSpec) -> Any:
 
 
 def _flatten(env: gym.Env) -> gym.Env:
-    space = env.observation_space
-    return env if isinstance(space, spaces.Box) and len(space.shape) == 1 else FlattenOne(env)
+    """Check each observation, and copy it: a stack would hold one array several times, if the environment reuses it."""
+    return FlattenOne(TransformOne(env, partial(to_space, env.observation_space), None))
 
 
 @contextmanager
