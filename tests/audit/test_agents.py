@@ -349,6 +349,15 @@ def test_continuations_go_on_past_a_time_limit_until_what_is_left_weighs_little(
             assert (steps, lengths) == ({6}, {at: 6 - at for at in range(6)})
 
 
+@pytest.mark.parametrize(("limit", "limited"), [(None, 20 / 500), (20, 1), (-1, 0)])
+def test_steps_past_a_time_limit_cost_only_episodes_that_reach_it(limit, limited):
+    """Episodes of 20 steps, at a second per step; γ = 0.99 leaves 5 % after 299 steps."""
+    args = config(EnvConfig("CartPole-v1", kwargs={"max_episode_steps": limit} if limit else {}), 0.99)
+    auditor = AgentAuditor(args, *agent_of(args))
+    seconds = auditor.cost([{"seconds/rollout": 8.0, "steps": 8, "train/average_length": 20.0}])
+    assert seconds == pytest.approx(2 * 20 + 2 * 4 * 4 * (20 + limited * (299 - 10)))
+
+
 def test_a_truncated_return_bootstraps_from_the_critic():
     args = config(EnvConfig("Drift-v0", kwargs={"by": "truncation", "steps": 3}), gamma=0.9)
     auditor, opened = replays_of(args)

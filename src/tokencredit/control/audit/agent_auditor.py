@@ -24,7 +24,7 @@ from tokencredit.control.agent import Agent
 from tokencredit.control.agent_rollout import AgentRollout, rollout_of
 from tokencredit.control.audit.replays import COPIES, Replays, Start, Trajectory
 from tokencredit.control.environment_wrappers import environment_errors
-from tokencredit.control.vector_environments import scaled_rewards
+from tokencredit.control.vector_environments import base_env, scaled_rewards
 from tokencredit.core.estimator_table import AGENT_ESTIMATORS
 from tokencredit.errors import ConfigError, RunStopped
 from tokencredit.learn.rng import isolated
@@ -159,12 +159,16 @@ class AgentAuditor:
 
     def cost(self, history: History) -> float:
         """Seconds per episode of an audit at the end: it is played and replayed, and each continuation replays half of
-        it and plays the other half, at the speed of the run's last rollouts."""
+        it and plays the other half, or past the time limit, at the speed of the run's last rollouts."""
         last = history[-WINDOW:]
         seconds, steps, length = (
             mean(row.get(name) for row in last) or 0.0 for name in ("seconds/rollout", "steps", "train/average_length")
         )
-        continued = length / 2 + max(length / 2, self._min_steps())
+        spec = base_env(self.training).spec
+        limit = self.args.env.kwargs.get("max_episode_steps", spec and spec.max_episode_steps) or -1
+        # At most this share of the episodes can have reached the limit, with this mean length.
+        limited = min(1.0, length / limit) if limit > 0 else 0.0
+        continued = length + limited * max(0.0, self._min_steps() - length / 2)
         played = 2 * length + 2 * FIRST_ROUND * (AT_END.states or 0) * continued
         return played * seconds / max(steps, 1.0)
 
