@@ -274,10 +274,17 @@ def test_a_configuration_checks_what_the_function_names(advantage, critic, messa
         text_config(tmp_path, advantage=AdvantageConfig(**advantage), critic=CriticConfig(kind=critic))
 
 
-def test_agents_have_no_token_ids():
-    args = ControlConfig(advantage=AgentAdvantageConfig(estimator=lambda rewards, token_ids: (rewards, token_ids)))
-    with pytest.raises(ConfigError, match="needs token_ids, which this run does not have; it may name rewards"):
-        ControlTrainer(args)
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [
+        ("token_ids", lambda rewards, token_ids: (rewards, token_ids)),
+        ("scale", lambda rewards, scale: (rewards, scale)),
+    ],
+)
+def test_what_agents_lack_is_refused(name, estimator):
+    with pytest.raises(ConfigError, match=f"needs {name}, which this run does not have; it may name rewards") as caught:
+        ControlTrainer(ControlConfig(advantage=AgentAdvantageConfig(estimator=estimator)))
+    assert f", {name}" not in str(caught.value).partition("it may name")[2]
 
 
 def test_an_agents_file_draws_nothing_from_the_callers_generators(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tokencredit.core.estimator_table import BOUNDS, INPUTS, SETTINGS, parameters_of
+from tokencredit.core.estimator_table import BOUNDS, INPUTS, parameters_of
 from tokencredit.errors import ConfigError, RunStopped, quoted
 from tokencredit.learn.objective import Objective
 from tokencredit.learn.own_loss import LOSS_INPUTS, LOSS_SETTINGS
@@ -285,10 +285,11 @@ def load_estimator(args: Advantage, inputs: Collection[str]) -> Advantage:
     check_kwargs(name, function, args.kwargs, (), "advantage.kwargs")
     if args.kwargs:
         function = partial(function, **args.kwargs)
-    known = ("rewards", "values", *BOUNDS, *SETTINGS, *inputs)
+    settings = args.options()
+    known = ("rewards", "values", *BOUNDS, *settings, *inputs)
     require_known("advantage.estimator", "advantage.kwargs", function, name, known)
-    for setting in (x for x in parameters_of(function).values() if x.name in SETTINGS and hasattr(args, x.name)):
-        value = getattr(args, setting.name)
+    for setting in (x for x in parameters_of(function).values() if x.name in settings):
+        value = settings[setting.name]
         if setting.default is not setting.empty and repr(setting.default) != repr(value):
             raise ConfigError(
                 f"advantage.estimator {name} gives {setting.name} the default {setting.default!r}, which the setting "
