@@ -71,6 +71,24 @@ def test_a_choice_starts_where_its_space_starts():
     assert actions_of(spaces.Discrete(3, start=5), 0, "clip").to_env(np.array([[0], [2]])).tolist() == [5, 7]
 
 
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(3, start=-1),
+        spaces.Discrete(3, dtype=np.int32),
+        spaces.MultiDiscrete([[2, 3], [3, 2]], dtype=np.int32, start=[[1, 0], [0, -1]]),
+        spaces.MultiBinary((2, 3)),
+        spaces.Box(-1, 1, (2, 2), np.float64),
+    ],
+    ids=str,
+)
+def test_actions_are_of_their_space(space):
+    distribution = actions_of(space, 0, "clip")
+    action = distribution.to_env(distribution.greedy(torch.zeros(1, distribution.outputs)).numpy())[0]
+    assert space.contains(action)
+    assert action.dtype == space.dtype
+
+
 def test_actions_that_are_not_supported():
     with pytest.raises(ConfigError, match=r"its actions are Text.*Discrete, MultiDiscrete, MultiBinary and continuous"):
         actions_of(spaces.Text(3), 0, "clip")

@@ -58,9 +58,9 @@ class Categorical(nn.Module):
 
     def to_env(self, actions: np.ndarray) -> np.ndarray:
         """Convert actions `[copies, parts]` to the environment's format."""
-        if isinstance(self.space, spaces.Discrete):
-            return actions[:, 0] + self.space.start
-        return actions.reshape(len(actions), *self.space.shape) + getattr(self.space, "start", 0)
+        choices = actions.reshape(len(actions), *(self.space.shape or ())) + getattr(self.space, "start", 0)
+        converted: np.ndarray = choices.astype(self.space.dtype)
+        return converted
 
 
 class Gaussian(nn.Module):
