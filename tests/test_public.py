@@ -147,6 +147,7 @@ def test_a_file_is_read_as_config_reads_it(tmp_path):
         ({"kl.coef": -1}, r"^kl.coef is -1.0; it must be at least 0$"),
         ({"kl.coef": 1, "kl": {"coef": 2}}, r"^kl.coef is given twice$"),
         ({"kl": 1, "kl.coef": 2}, r"^kl is given twice$"),
+        ({"prompts.chat_template_kwargs": {"x": np.ones(1)}}, r"kwargs.x is array.*not a dict, "),
         ({"reward": [object()]}, r"^reward\[0\] is <object .*>, which is not a dict, list, str, "),
         ({"model": {"class_path": "os.system"}}, r"class_path"),
         ({"debug": True}, r"^unknown key debug"),

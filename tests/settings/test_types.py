@@ -30,6 +30,7 @@ WRONG = [
     ("optim.lr", np.float64(1e-3), "a number; give its .item()"),
     ("optim.lr", torch.tensor(1e-3), "a number; give its .item()"),
     ("run.iterations", np.int64(2), "a whole number; give its .item()"),
+    ("rollout.stop", np.array(["A", "B"]), "a list of texts; give its .tolist()"),
     ("critic.clip", "none", "a number; did you mean null?"),
     ("rollout.top_k", 2.0, "a whole number"),
     ("model.dropout", 1, "true or false"),

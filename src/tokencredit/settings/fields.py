@@ -212,7 +212,9 @@ def wanted_of(option: Any) -> str:
 def _advice(value: Any) -> str:
     if isinstance(value, os.PathLike):
         return "; give str(path)"
-    return "; give its .item()" if hasattr(value, "item") else ""  # NumPy's and PyTorch's numbers
+    if hasattr(value, "item"):  # NumPy's and PyTorch's
+        return "; give its .tolist()" if getattr(value, "shape", ()) else "; give its .item()"
+    return ""
 
 
 def _check_plain(key: str, value: Any) -> None:

@@ -260,7 +260,7 @@ def _plain(value: Any, key: str = "") -> Any:
         return [_plain(inner, f"{key}[{place}]") for place, inner in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if hasattr(value, "item"):
+    if hasattr(value, "item") and not getattr(value, "shape", ()):  # a number, and not an array
         value = value.item()
     if value is None or isinstance(value, str | bool | int | float) or callable(value):
         return value
