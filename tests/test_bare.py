@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).with_name("bare.py")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("bare")
+    return tmp_path_factory.mktemp("bare run")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_a_run_says_what_it_leaves_out_and_why(folder, output):
     events = read_events(folder / "run")
     page = "no report.html: a page needs plotly, which is not installed: pip install plotly"
     curves = "no TensorBoard curves: TensorBoard is not installed (pip install tensorboard)"
-    assert events.count(f"{page}, then tokencredit report {folder / 'run'}") == 2, "once per end of the run"
+    assert events.count(f"{page}, then tokencredit report '{folder / 'run'}'") == 2, "once per end of the run"
     assert events.count(curves) == 2
     assert "resumed after iteration 1" in events
     written = {path.name for path in (folder / "run").iterdir()}

@@ -176,8 +176,8 @@ def test_a_folder_in_use_is_refused_and_left_alone(run, capsys):
         (["sweep"], "sweep needs FILE, a sweep file"),
         (["limit", "nowhere"], "'nowhere' is not a run's folder: there is no such folder"),
         (
-            ["limit", "x", "--kl.coef", "1"],
-            "RUN and settings are both given; leave RUN out, and give --config x/config",
+            ["limit", "x y", "--kl.coef", "1"],
+            "RUN and settings are both given; leave RUN out, and give --config 'x y/config.yaml'",
         ),
         (["limit", "--kl.coef", "0"], "no limit: kl.coef is 0"),
         (["train", "--rollout.stop", ""], "rollout.stop is ''; it must be a list of texts"),

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -514,6 +515,12 @@ def test_the_end_names_files_and_commands(tmp_path, capsys):
         f"next    tokencredit report '{folder}' --open  the report in the browser",
         f"        tokencredit generate '{folder}'       completions",
     ]
+    reward = f"[{{reward_model: {folder}/reward_model}}]"
+    ppo = "tokencredit train --reward '[{reward_model: RUN/reward_model}]'"
+    made.next_steps({ppo: "PPO", "trainer.audit()": "audit"})
+    *_, train, audit = capsys.readouterr().out.splitlines()
+    assert shlex.split(train) == ["tokencredit", "train", "--reward", reward, "PPO"]
+    assert audit.split() == ["trainer.audit()", "audit"]
 
 
 def test_a_folder_that_process_0_cannot_prepare_is_an_error_of_all(tmp_path, monkeypatch):

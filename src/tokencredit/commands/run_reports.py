@@ -110,7 +110,8 @@ def limit(options: Options) -> None:
     """Run `tokencredit limit`."""
     run = None if options.of is None else Path(at_home(options.of))
     if run is not None and options.given:
-        raise ConfigError(f"RUN and settings are both given; leave RUN out, and give --config {run / 'config.yaml'}")
+        file = shlex.quote(str(run / "config.yaml"))
+        raise ConfigError(f"RUN and settings are both given; leave RUN out, and give --config {file}")
     if run is None:
         config = to_config(options, PPOConfig)
         refuse_unused(config, rows=())

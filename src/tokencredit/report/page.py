@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import pstdev
@@ -61,7 +62,7 @@ def write_final_report(record: RunRecord) -> None:
     try:
         write_report(folder)
     except NotInstalled as error:
-        record.event(f"no report.html: {error}, then tokencredit report {folder}")
+        record.event(f"no report.html: {error}, then tokencredit report {shlex.quote(str(folder))}")
 
 
 def render(run: Run) -> str:

@@ -298,11 +298,15 @@ class RunRecord:
         written = page.is_file()
         if written:
             commands = {"tokencredit report RUN --open": "the report in the browser"} | dict(commands)
-        named = {command.replace("RUN", shlex.quote(str(folder))): meaning for command, meaning in commands.items()}
-        width = max(map(len, named))
+
+        def named(word: str) -> str:
+            return shlex.quote(word.replace("RUN", str(folder))) if "RUN" in word else word
+
+        lines = {" ".join(map(named, shlex.split(command))): meaning for command, meaning in commands.items()}
+        width = max(map(len, lines))
         rows = [("report", str(page))] if written else []
         rows += [(self.run_kind.saved.replace("_", " "), str(folder / self.run_kind.saved))]
-        self.screen.pairs([*rows, *(("next", f"{command:<{width}}  {text}") for command, text in named.items())])
+        self.screen.pairs([*rows, *(("next", f"{command:<{width}}  {text}") for command, text in lines.items())])
 
     def checkpoint(self, number: int, state: Mapping[str, Any], process: Mapping[str, Any]) -> None:
         """Write a checkpoint after an iteration, and remove surplus ones.

@@ -322,7 +322,7 @@ def test_later_files_override_and_kinds_do_not_mix(tmp_path, capsys):
     ("name", "text", "message"),
     [
         ("a.yaml", "stage: sft\n", "stage is sft; migrate reads stage: ppo"),
-        ("a.yaml", "model: {name: x}\nrun: {iterations: 3}\n", "it is a configuration of tokencredit already"),
+        ("a b.yaml", "model: {name: x}\nrun: {iterations: 3}\n", "tokencredit already; tokencredit train --config '/"),
         ("a.yaml", "colour: red\n", "of no project that is known"),
         ("a.yaml", "num_generations: 8\nbeta: 0.0\n", "num_generations is of TRL's GRPOConfig, and migrate reads PPO"),
         ("a.py", "GRPOTrainer(args=GRPOConfig(beta=0.1))\n", "GRPOConfig is not read; migrate reads PPOConfig"),

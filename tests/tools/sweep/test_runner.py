@@ -111,10 +111,11 @@ def test_finished_runs_are_left_alone_and_too_many_jobs_named(three, monkeypatch
 
 @pytest.mark.slow
 def test_an_exported_file_is_the_run(tmp_path, capsys):
-    file, files = sweep_file(tmp_path, seeds=[1, 7]), tmp_path / "files"
+    file, files = sweep_file(tmp_path, seeds=[1, 7]).rename(tmp_path / "a sweep.yaml"), tmp_path / "files"
     assert main(["sweep", str(file), "--export", str(files)]) == 0
     shown = capsys.readouterr().out
     assert f"2 files in {files}; run each with: tokencredit control --config FILE" in shown
+    assert f"afterwards `tokencredit sweep '{file}'` runs what is missing" in shown
     assert [path.name for path in sorted(files.iterdir())] == ["plain-seed-1.yaml", "plain-seed-7.yaml"]
     assert not (tmp_path / "out").exists()
     assert main(["control", "--config", str(files / "plain-seed-7.yaml")]) == 0

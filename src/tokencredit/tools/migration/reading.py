@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -100,7 +101,8 @@ def mapping_source(settings: Mapping[Any, Any], file: Path) -> Source:
         return Source(VERL, given)
     own, groups = settings_of(PPOConfig), {key.partition(".")[0] for key in settings}
     if groups & set(own) and not any(TRL.name_of(key) for key in settings if key not in own):
-        raise ConfigError(f"{file}: it is a configuration of tokencredit already; tokencredit train --config {file}")
+        command = f"tokencredit train --config {quote(str(file))}"
+        raise ConfigError(f"{file}: it is a configuration of tokencredit already; {command}")
     if grpo := sorted(GRPO & {key.rpartition(".")[2] for key in given}):
         raise ConfigError(f"{file}: {grpo[0]} is of TRL's GRPOConfig, and migrate reads PPOConfig; {TRL.page} has both")
     return Source(trl_version(given), given)

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from shlex import quote
 
 from rich.table import Table
 
@@ -45,7 +46,7 @@ def export(runs: Sequence[SweepRun], folder: Path, file: str) -> None:
     for run in runs:
         files.write(f"{run.variant}-seed-{run.seed}.yaml", dump_yaml(plain(run.config)))
     say(f"{len(runs)} files in {folder}; run each with: tokencredit {runs[0].run_kind.command} --config FILE")
-    say(f"afterwards `tokencredit sweep {file}` runs what is missing, and compares")
+    say(f"afterwards `tokencredit sweep {quote(file)}` runs what is missing, and compares")
 
 
 def sweep(
