@@ -7,6 +7,7 @@ import pytest
 from tokencredit.errors import ConfigError
 from tokencredit.settings.control import ControlConfig
 from tokencredit.settings.data import ClassifierTerm, FunctionTerm, PromptsConfig
+from tokencredit.settings.offline import RewardModelConfig
 from tokencredit.settings.reader import dump_yaml
 from tokencredit.settings.run_kind import read_config
 from tokencredit.settings.text import PPOConfig
@@ -35,6 +36,12 @@ def test_the_command_for_a_run_of_the_other_kind_is_named(own, asked, command, t
     file.write_text(dump_yaml(asdict(own())))
     with pytest.raises(ConfigError, match=rf"which this command cannot read; use tokencredit {command} '.*/a run'$"):
         read_config(file, asked)
+
+
+def test_no_command_is_named_for_a_reward_model_which_samples_nothing(file):
+    file.write_text(dump_yaml(asdict(RewardModelConfig())))
+    with pytest.raises(ConfigError, match=r"of a run of tokencredit reward-model, which this command cannot read$"):
+        read_config(file, PPOConfig)
 
 
 def test_settings_that_are_left_out_have_the_defaults_of_the_whole_configuration(file):

@@ -46,7 +46,7 @@ class RunKind:
     trains: str
     """Object of the command's description: it trains …."""
     sampler: str = "generate"
-    """Subcommand that samples from the trained policy."""
+    """Subcommand that samples from the trained policy; empty if it samples nothing."""
     unit: str = "tokens"
     """Metric that counts the samples of an iteration, and their name in the plural."""
     counted: str = "tokens read"
@@ -103,7 +103,7 @@ SFT = RunKind(
 REWARD_MODEL = RunKind(
     name="reward-model",
     command="reward-model",
-    sampler="evaluate",
+    sampler="",
     config=RewardModelConfig,
     headline="accuracy",
     deviation="accuracy_std",
@@ -258,9 +258,9 @@ def read_config(file: Path, kind: type[Config], no_code: bool = False) -> Config
     """
     settings = read_yaml(run_config_file(file.parent))
     if run_kind := other_run_kind(settings, kind):
+        use = f"; use tokencredit {run_kind.sampler} {shlex.quote(str(file.parent))}" if run_kind.sampler else ""
         raise ConfigError(
-            f"{file}: it is of a run of tokencredit {run_kind.command}, which this command cannot read; use "
-            f"tokencredit {run_kind.sampler} {shlex.quote(str(file.parent))}"
+            f"{file}: it is of a run of tokencredit {run_kind.command}, which this command cannot read{use}"
         )
     groups = read_settings(kind, file)
     try:
