@@ -214,8 +214,14 @@ def test_a_template_that_refuses_a_conversation_is_named_by_row(failure, reason,
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"prompts of 'x' are conversations, but the tokenizer has no chat template"):
-        Prompts([{"prompt": QUESTION}], tokenizer, name="'x'")
+    message = r"prompts of 'x' are conversations, but the tokenizer has no chat template; .* give plain texts"
+    for keys, by in (
+        ("prompts", r" \(of rows by prompts\.template\)"),
+        ("data", r" \(of rows by data\.template\)"),
+        ("", ""),
+    ):
+        with pytest.raises(ConfigError, match=f"{message}{by}$"):
+            Prompts([{"prompt": QUESTION}], tokenizer, name="'x'", keys=keys)
 
 
 def test_a_column_that_is_not_there_is_refused_with_those_that_are(tokenizer):

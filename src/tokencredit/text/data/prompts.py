@@ -195,9 +195,10 @@ class Prompts:
         if self.role and isinstance(first, list):
             raise ConfigError(f"{self.keys}.role is {self.role}, and {self.name} holds no texts; leave it out")
         if is_conversation(first) and self.tokenizer.chat_template is None:
+            by = f" (of rows by {self.keys}.template)" * bool(self.keys)
             raise ConfigError(
                 f"the prompts of {self.name} are conversations, but the tokenizer has no chat template; "
-                "set chat_template in its tokenizer_config.json, or give plain texts (of rows by prompts.template)"
+                f"set chat_template in its tokenizer_config.json, or give plain texts{by}"
             )
         return [column for column in columns if column != self.column], conversational
 
