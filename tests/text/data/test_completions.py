@@ -31,6 +31,11 @@ def test_a_prompts_tokens_stay_as_they_are(tokenizer):
     assert ids + after != tokenizer(prompt + text, add_special_tokens=False)["input_ids"], "one text has other tokens"
 
 
+def test_a_long_completion_brings_no_warning_of_the_tokenizer(chat):
+    assert len(tokenize_after(chat, " bad" * 200, "It was", [1])) == 200 > chat.model_max_length
+    assert not chat.deprecation_warnings
+
+
 def test_an_answer_is_what_the_template_adds(chat):
     for completion in ("Bad.", [{"role": "assistant", "content": "Bad."}]):
         assert rendered_after(chat, QUESTION, PROMPT, completion, {}) == "Bad.<|im_end|>\n"

@@ -41,7 +41,7 @@ def tokenize_after(tokenizer: PreTrainedTokenizerBase, text: str, prompt: str, p
     """
 
     def tokenized(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
         return ids
 
     detokenizer = Detokenizer(tokenizer, list(prompt_ids))
