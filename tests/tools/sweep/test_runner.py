@@ -15,8 +15,9 @@ from helpers.commands import processes_in, wait_for
 from helpers.files import count_lines, read_metrics, without_times
 from helpers.proofs import proofs
 from tokencredit.cli import main
-from tokencredit.tools.sweep.launch import share, start, trouble
-from tokencredit.tools.sweep.runner import table
+from tokencredit.errors import RunStopped
+from tokencredit.tools.sweep.launch import Launcher, share, start, trouble
+from tokencredit.tools.sweep.runner import sweep, table
 from tokencredit.tools.sweep.sweep_file import read_sweep
 
 TINY = {"steps": 16, "eval.episodes": 0, "run": {"iterations": 3, "save_every": 1, "trackers": []}}
@@ -107,6 +108,17 @@ def test_finished_runs_are_left_alone_and_too_many_jobs_named(three, monkeypatch
     assert main(["sweep", str(file), "--jobs", "2"]) == 0
     assert "--jobs 2 exceeds this machine's 1 CPU cores" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/seed-1/**/*")} == before
+
+
+def test_nothing_is_compared_where_no_run_finished(tmp_path, capsys):
+    class Nowhere(Launcher):
+        def start(self, run):
+            run.folder.parent.mkdir(parents=True)
+            raise FileNotFoundError(2, "No such file", "python")
+
+    with pytest.raises(RunStopped, match="1 of 1 runs failed; retry them with: again"):
+        sweep(read_sweep(sweep_file(tmp_path)), Nowhere(), 1, "again")
+    assert "no comparison" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -69,7 +69,8 @@ def sweep(
         if received == signal.SIGINT:
             raise KeyboardInterrupt
         return
-    compare([run for run in every or runs if run.state() == "finished"], home(runs) / COMPARISON)
+    if done := [run for run in every or runs if run.state() == "finished"]:
+        compare(done, home(runs) / COMPARISON)
     Output(highlight=False).print(table(runs, scheduler.failures))
     for run, failure in scheduler.failures.items():
         say(f"{run.name}: {failure}; see {run.log}")
