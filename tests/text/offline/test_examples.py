@@ -55,7 +55,9 @@ def test_a_template_makes_the_prompt(lm, tokenizer):
     examples, _ = read([row | {"completion": " bad"} for row in rows], config, lm, tokenizer)
     texts = [tokenizer.decode(example["input_ids"], skip_special_tokens=True) for example in examples]
     assert texts == ["Judge: bad", "Judge it: bad"]
-    with pytest.raises(ConfigError, match=r"data\.template fails on row 2 of data: 'input' is undefined; its columns"):
+    with pytest.raises(
+        ConfigError, match=r"data\.template fails on row 2 of train_dataset: 'input' is undefined; its columns"
+    ):
         read([rows[0], {"instruction": "Judge", "completion": "x"}], config, lm, tokenizer)
     with pytest.raises(ConfigError, match=r"data\.template is not a Jinja template"):
         read(rows, CompletionsConfig(template="{{ instruction"), lm, tokenizer)
@@ -63,13 +65,15 @@ def test_a_template_makes_the_prompt(lm, tokenizer):
 
 def test_a_template_reaches_no_python(lm, tokenizer):
     config = CompletionsConfig(template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(ConfigError, match=r"data\.template fails on row 1 of data: access to attribute '__class__'"):
+    with pytest.raises(
+        ConfigError, match=r"data\.template fails on row 1 of train_dataset: access to attribute '__class__'"
+    ):
         read(ROWS, config, lm, tokenizer)
 
 
 def test_rows_that_are_too_long(lm, tokenizer):
     longest = max(len(x["input_ids"]) for x in read(ROWS, CompletionsConfig(), lm, tokenizer)[0])
-    with pytest.raises(ConfigError, match=rf"row 2 of data has {longest} tokens; at most {longest - 1} fit"):
+    with pytest.raises(ConfigError, match=rf"row 2 of train_dataset has {longest} tokens; at most {longest - 1} fit"):
         read(ROWS, CompletionsConfig(max_length=longest - 1), lm, tokenizer)
     examples, dropped = read(ROWS, CompletionsConfig(max_length=longest - 1, overlong="drop"), lm, tokenizer)
     assert (len(examples), dropped) == (1, 1)
@@ -101,11 +105,11 @@ def test_pairs_share_their_prompt(lm, tokenizer):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "data has no rows"),
-        ([{"prompt": "a"}], "row 1 of data has no column 'completion'; beside the prompt it has none"),
-        ([{"prompt": "a", "completion": 3}], "row 1 of data, column 'completion', is 3; it must be a text"),
-        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "row 2 of data, column 'completion', is None"),
-        ([{"question": "a", "completion": "b"}], r"data\.column is 'prompt'; the columns of data are"),
+        ([], "train_dataset has no rows"),
+        ([{"prompt": "a"}], "row 1 of train_dataset has no column 'completion'; beside the prompt it has none"),
+        ([{"prompt": "a", "completion": 3}], "row 1 of train_dataset, column 'completion', is 3; it must be a text"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "row 2 of train_dataset, column 'completion', is None"),
+        ([{"question": "a", "completion": "b"}], r"data\.column is 'prompt'; the columns of train_dataset are"),
         ([{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}], "the tokenizer has no chat template"),
     ],
 )
@@ -128,7 +132,7 @@ def test_a_flag_from_a_csv_file_is_read_as_one(flag, cut, lm, tokenizer):
 
 
 def test_half_a_character_is_refused(lm, tokenizer):
-    with pytest.raises(ConfigError, match="row 1 of data, column 'completion', is not text in Unicode"):
+    with pytest.raises(ConfigError, match="row 1 of train_dataset, column 'completion', is not text in Unicode"):
         read([{"prompt": "a", "completion": "b\ud800"}], CompletionsConfig(), lm, tokenizer)
 
 
@@ -151,7 +155,9 @@ def test_the_last_message_of_a_conversation_is_its_completion(lm, tokenizer):
     assert chat.decode(example["input_ids"]) == f"user: Good?\nassistant: Bad.\n{chat.eos_token}"
     assert chat.decode(learned) == f" Bad.\n{chat.eos_token}"
     rows = [{"messages": conversation}, {"messages": conversation[:1]}]
-    with pytest.raises(ConfigError, match="row 2 of data, column 'messages', does not end with the assistant's"):
+    with pytest.raises(
+        ConfigError, match="row 2 of train_dataset, column 'messages', does not end with the assistant's"
+    ):
         read(rows, CompletionsConfig(column="messages"), lm, chat)
 
 
@@ -206,7 +212,9 @@ def test_a_prefill_is_continued_by_a_text_and_included_in_a_message(lm, tokenize
     pairs = [scored_pair(scorer, row, "completion", "other")["chosen_ids"] for row in found]
     assert pairs[0] == pairs[1]
     assert "It is bad." in chat.decode(pairs[0])
-    with pytest.raises(ConfigError, match="row 1 of data: its message does not begin with the prompt's prefilled one"):
+    with pytest.raises(
+        ConfigError, match="row 1 of train_dataset: its message does not begin with the prompt's prefilled one"
+    ):
         read([{"prompt": prompt, "completion": [whole[0] | {"content": "No."}]}], CompletionsConfig(), lm, chat)
 
 
@@ -214,7 +222,9 @@ def test_a_template_writes_no_null_and_keeps_its_last_line_break(lm, tokenizer):
     config = CompletionsConfig(template="{{ a }}:\n")
     (example,), _ = read([{"a": "The", "completion": "bad"}], config, lm, tokenizer)
     assert tokenizer.decode(example["input_ids"], skip_special_tokens=True) == "The:\nbad"
-    with pytest.raises(ConfigError, match=r"data\.template fails on row 1 of data: it writes a column that is null"):
+    with pytest.raises(
+        ConfigError, match=r"data\.template fails on row 1 of train_dataset: it writes a column that is null"
+    ):
         read([{"a": None, "completion": "bad"}], config, lm, tokenizer)
 
 
@@ -253,12 +263,14 @@ def test_a_prompt_inside_chosen_and_rejected_is_taken_out(lm, tokenizer):
     whole_pair = {"chosen": system + good, "rejected": system + bad}
     assert paired([whole_pair | {"prompt": question}, whole_pair | {"prompt": None}], lm, chat) == expected * 2
     for prompt in ("Why?", system[:1]):
-        with pytest.raises(ConfigError, match="row 2 of data: its chosen and rejected begin with other messages than"):
+        with pytest.raises(
+            ConfigError, match="row 2 of train_dataset: its chosen and rejected begin with other messages than"
+        ):
             paired([rows[0] | {"prompt": question}, rows[0] | {"prompt": prompt}], lm, chat)
-    with pytest.raises(ConfigError, match="row 1 of data has no prompt: its chosen and rejected must be"):
+    with pytest.raises(ConfigError, match="row 1 of train_dataset has no prompt: its chosen and rejected must be"):
         paired([{"rejected": "A bad one."}, whole], lm, chat)
     for chosen in ("A great joy.", 3, good):
-        with pytest.raises(ConfigError, match="row 2 of data has no prompt: its chosen and rejected must be"):
+        with pytest.raises(ConfigError, match="row 2 of train_dataset has no prompt: its chosen and rejected must be"):
             paired([whole, {"chosen": chosen, "rejected": "The film is bad."}], lm, chat)
 
 
@@ -268,7 +280,7 @@ def test_only_a_reward_model_reads_pairs_without_a_prompt(tokenizer):
         found = list(read_rows(PairsConfig(), tokenizer, "chosen", PairsConfig(), data))
         assert [row.ids for row in found] == [ids(tokenizer, row["prompt"]) for row in data]
     with pytest.raises(
-        ConfigError, match=r"row 1 of data is '', which has no token; write a text or set data\.add_bos"
+        ConfigError, match=r"row 1 of train_dataset is '', which has no token; write a text or set data\.add_bos"
     ):
         list(read_rows(DPOPairsConfig(), tokenizer, "chosen", DPOPairsConfig(), rows))
 

@@ -320,6 +320,8 @@ def test_held_out_rows_come_from_one_place(answers, tmp_path, capsys, data):
         OfflineTrainer(config, train_dataset=answers)
     with pytest.raises(ConfigError, match=r"no rows are held out; set data\.held_out or eval\.dataset"):
         OfflineTrainer(SFTConfig(), train_dataset=answers).evaluate()
+    with pytest.raises(ConfigError, match=r"eval_dataset is of type dict; it must be a datasets\.Dataset"):
+        OfflineTrainer(SFTConfig(), train_dataset=answers, eval_dataset={"train": answers})
     OfflineTrainer(config, train_dataset=answers, eval_dataset=answers[:3]).train()
     rows = read_metrics(tmp_path / "run")
     assert ["eval/perplexity" in row for row in rows] == [False, True, False, True]

@@ -94,7 +94,8 @@ def read_rows(
 
     `completion` is the column of completions. Without it, the last message of each conversation is its completion.
     """
-    if (found := rows_of(source, rows, group, group)) is None:
+    argument = "train_dataset" if group == "data" else "eval_dataset"
+    if (found := rows_of(source, rows, argument, group)) is None:
         raise ConfigError(
             f"{group}.dataset is missing; give a .jsonl, .json, .csv or .parquet file, a folder or a hub id"
         )
