@@ -118,6 +118,12 @@ def rise_in_words(
     return f"{'+' * (rise >= 0)}{number(rise)} ± {number(half)} at 95 %{chance}" if half > 0 else ""
 
 
+def attained_share(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Share of the attainable over the last of a run's iterations; None where it is not known, as above 100 %."""
+    share = final_mean(rows, "attainable")
+    return None if share is None or round(100 * share) > 100 else share
+
+
 def attained(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Share of the attainable over the last of a run's iterations, in words; None where it is not known."""
     share = final_mean(rows, "attainable")
@@ -240,7 +246,7 @@ def summarise(
         stopped_by=stopped_by,
         run_kind=run_kind,
         since=history.since,
-        attainable_last=None if history.priced else final_mean(history, "attainable"),
+        attainable_last=None if history.priced else attained_share(history),
         attained=None if history.priced else attained(history),
         rise=rise_in_words(comparable, run_kind, config),
         shaped=ends(comparable, SHAPED) if headline(comparable, run_kind)[0] == SHAPED else None,

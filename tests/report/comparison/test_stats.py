@@ -324,6 +324,10 @@ def test_ends_are_of_the_last_reward():
     assert (found["reward_first"], found["reward_last"], found["eval/reward_best"]) == ("1", "2", "1")
     assert (found["seconds"], found["iterations"]) == ("6", "6")
     assert "attainable_last" not in found
+    shares = [
+        made(str(seed), [0.0] * 2, seed=seed, columns={"attainable": [0.0, x]}) for seed, x in ((1, 0.5), (2, 136))
+    ]
+    assert came_out(shares)[0]["attainable_last"] == "0.50 (1 of 2 runs)", "none above 100 %, where it is not known"
     assert came_out([run], "audit/slope")[0]["audit/slope_last"] == "0.25"
     assert verdict(group_runs([run]), "reward") == [
         "reward ends at 2 in 1 run of one setting; there is nothing to compare."

@@ -20,7 +20,7 @@ from tokencredit.provenance.parts import label, parameters
 from tokencredit.report.reading import Run
 from tokencredit.report.templating import two_digits
 from tokencredit.runs.jsonl import PRICED, is_number, same_score, scored_anew
-from tokencredit.runs.summary import final_mean, finite
+from tokencredit.runs.summary import attained_share, final_mean, finite
 from tokencredit.settings.data import KINDS
 from tokencredit.settings.fields import flat
 from tokencredit.settings.foreign_names import misspelt, suggestion
@@ -319,7 +319,7 @@ def measures(run: Run, metric: str) -> dict[str, Callable[[Run], float | None]]:
         f"{metric}_last": lambda run: last(run, metric),
         f"{kind.evaluation}_best": lambda run: best(run.evaluations(kind.evaluation), default=None),
         "kl_last": lambda run: final_mean(run.scored, "kl"),
-        "attainable_last": lambda x: None if scored_anew(x.changes, PRICED) else final_mean(x.metrics, "attainable"),
+        "attainable_last": lambda run: None if scored_anew(run.changes, PRICED) else attained_share(run.metrics),
         "log_ratio_last": lambda run: final_mean(run.scored, "log_ratio"),
         f"{kind.length}_last": lambda run: final_mean(run.scored, kind.length),
         "seconds": lambda run: run.seconds,
