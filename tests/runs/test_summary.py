@@ -99,6 +99,7 @@ def test_the_share_of_the_attainable_is_said_with_its_bound(few, pooled, bound):
     assert summarise(below, TEXT, {}, Path("x"), 1.0, "iterations").attained.startswith(
         "nothing of what this reward allows"
     )
+    assert attained(history(reward=[0.1], attainable=[-4e-8])).startswith("0 % of what"), "the start, but for rounding"
     rows.priced = 1
     summary = summarise(rows, TEXT, {}, Path("x"), 1.0, "iterations")
     assert (summary["attainable_last"], summary.attained) == (None, None)

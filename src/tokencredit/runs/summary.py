@@ -148,9 +148,9 @@ def _rises(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 def of_attainable(share: float, *, few: bool, pooled: bool) -> str:
     """A share of the attainable in words; `few` and `pooled` as in `core.rewards.Attainable`."""
-    if share < 0:  # whatever the limit is
+    if (percent := round(100 * share)) < 0:  # whatever the limit is
         return "nothing of what this reward allows at this KL price: reward less price is below the start's"
-    if (percent := round(100 * share)) > 100:  # no policy exceeds the limit itself
+    if percent > 100:  # no policy exceeds the limit itself
         return (
             "an unknown share of what this reward allows at this KL price: samples of the reference with such rewards "
             "are too few to estimate the limit (tokencredit limit takes more)"
