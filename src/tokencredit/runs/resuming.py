@@ -27,7 +27,7 @@ from tokencredit.settings.run_kind import PARTS, RunKind, run_kind_of
 
 LINES = ("metrics.jsonl", "samples.jsonl")
 """Files of a run that grow with each iteration; a checkpoint records their length."""
-FIXED = ("seed", "model", "critic", "optim.name", "agent", "env", "algorithm", "whole_episodes")
+FIXED = ("seed", "model", "critic", "optim.name", "agent", "env", "algorithm", "whole_episodes", "sft.loss_on")
 """Settings, or groups of them, that determine a checkpoint's content."""
 FREE = (
     "model.compile",

@@ -233,6 +233,8 @@ def test_other_rows_are_noticed_when_a_run_goes_on(data, tmp_path, capsys):
     capsys.readouterr()
     said = refused(capsys, "sft", "--resume", str(run), "--run.iterations", "6", "--data.held_out", "0.5")
     assert said.startswith("the rows to train on, or those held out, are not those that this run began with")
+    other = refused(capsys, "sft", "--resume", str(run), "--run.iterations", "6", "--sft.loss_on", "all")
+    assert other.startswith("sft.loss_on is 'all', but this run was begun with 'completion'; it cannot change any more")
     file = data["sft"]
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     assert refused(capsys, "sft", "--resume", str(run), "--run.iterations", "6") == said
@@ -254,6 +256,7 @@ def test_a_resumed_run_reads_on_where_it_was_whatever_its_batches(answers, tmp_p
     trainer._step = noted
     trainer.train(resume_from_checkpoint=True)
     assert len(set(read) | set(seen)) == 16
+    assert dict(trainer.overview())["run"].endswith(": 1 × the data"), "2 × 4 rows and 8"
 
 
 def test_dpo_that_goes_on_after_an_error_keeps_its_reference(preferences, tmp_path):

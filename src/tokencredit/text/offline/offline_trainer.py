@@ -123,7 +123,8 @@ class OfflineTrainer(Trainer):
         jobs = f", {self.processes.count} processes" if self.processes.count > 1 else ""
         yield "device", f"{self.precision.device}, {self.precision.dtype}{jobs}"
         batch = self.args.data.batch_size
-        passes = f"{self.steps * batch / len(self.examples):.3g} × the data"
+        rows = self.drawn + (self.steps - len(self.record.history)) * batch  # earlier batches may have had another size
+        passes = f"{rows / len(self.examples):.3g} × the data"
         yield "run", f"{self.record.folder.path}, {self.steps:,} iterations of {batch:,} rows: {passes}"
 
     def iteration(self, number: int) -> Iteration:
