@@ -316,6 +316,12 @@ def test_a_rare_metric_has_its_last_number():
     assert came_out([near], "audit/correlation")[0]["audit/correlation_last"] == "0.75"  # the mean of 0.5 and 1
 
 
+def test_iterations_that_epochs_replace_are_not_read():
+    runs = [made("a", sft={}, data={"epochs": 2.0}), made("b", [0.0] * 6, sft={}, data={"epochs": None})]
+    runs[0].config["run"]["iterations"] = 100  # the default, of a run of two
+    assert [group.label for group in group_runs(runs)] == ["data.epochs 2", "data.epochs null"]
+
+
 def test_ends_are_of_the_last_reward():
     """As in the run's summary: rows before the reward changed are of another one; an audit's number is kept."""
     columns = {"attainable": [0.5] * 6, "eval/reward": [9.0, *[1.0] * 5], "audit/slope": [0.25, *[None] * 5]}

@@ -100,7 +100,7 @@ def texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """Settings of a run as text, `UNREAD` if its estimator does not read it; a part of the user's with its digest.
+    """Settings of a run as text, `UNREAD` if its estimator or `data.epochs` leaves it out; parts have a digest.
 
     An estimator, critic or loss has its name, arguments and digest: one setting, from a file or from Python.
     """
@@ -110,6 +110,7 @@ def settings_of(run: Run) -> dict[str, str]:
     else:
         read = parameters(run.parts.get("advantage.estimator", {})) or SETTINGS
     unread = {f"advantage.{key}" for key in SETTINGS if key not in read}
+    unread |= {"run.iterations"} if run.setting("data.epochs") else set()
     settings |= dict.fromkeys(unread & settings.keys(), UNREAD)
     for key, part in run.parts.items():
         if key in PARTS:
