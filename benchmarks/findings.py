@@ -38,7 +38,6 @@ from findings_figures import (
     draw,
     draw_beside_trl,
     draw_planted,
-    draw_truth,
     draw_turns,
     exact_shares,
     read_by_length,
@@ -48,7 +47,6 @@ from findings_measures import (
     AUDITED_WELL,
     DATA,
     HERE,
-    MAIN_VARIANTS,
     Columns,
     Measure,
     Studies,
@@ -71,13 +69,10 @@ from findings_measures import (
     reached,
     read,
     share,
-    spent,
     table,
     there,
     unsteadiness,
-    until_share,
     updated,
-    was_audited,
     weighted,
     whole,
 )
@@ -116,7 +111,7 @@ def readme_table(worlds: Mapping[str, Any]) -> list[str]:
     for title, (audits, sixty) in rows.items():
         if not audits:
             continue
-        means = [weighted(audits, at) for at in AUDITED[:3]]
+        means = [weighted(audits, at) for at in AUDITED]
         means += [average([share(run, at) for run in sixty]) for at in ("15", "60")]
         cells = [f"{mean:.2f}" if math.isfinite(mean) else "" for mean in means]
         lines.append(" | ".join(["| " + title, str(len(audits)), *cells]) + " |")
@@ -153,22 +148,20 @@ def estimate(values: Sequence[float]) -> str:
 
 
 def studies() -> Studies:
-    """All stored studies; `by-world` has the runs of `worlds`, and `main-job` those of 40 iterations in one of them."""
+    """All stored studies; `by-world` has the runs of `worlds`."""
     found = {path.stem: read(path.stem) for path in DATA.glob("*.json")}
     limits = {
         world: {"limit": found["worlds"][world]["limit"]} if world in found["worlds"] else {}
         for world in found["beside-trl"]
     }
-    beside = found["beside-trl"]["builtin"]
-    compared = {name: found["truth"][name] for name in MAIN_VARIANTS if name in found["truth"]}
-    job = {"default": beside["ours"]} | compared | {"TRL 1.9.2": beside["ppo"]}
     return found | {
         "by-world": by_world(found["worlds"]),
-        "main-job": {name.partition(", ")[2]: runs for name, runs in by_world({"": job | limits["builtin"]}).items()},
         "beside-trl": by_world({world: found["beside-trl"][world] | limits[world] for world in limits}),
     }
 
 
+CRITICS = ("learned critic", "true-credit")
+"""Variants of three worlds without scores of prefixes, but with a critic."""
 NOT_RUN = "No runs of this study are kept yet."
 
 
@@ -239,7 +232,7 @@ def tables(found: Studies) -> dict[str, str]:
         "deviation of the advantages": (whole, "advantage_std"),
     }
     explained = returns | {"explained variance, mean of all iterations": (whole, "explained_variance")}
-    worlds = {f"correlation after {at}": (audited, f"{at} shown") for at in AUDITED[:3]} | {
+    worlds = {f"correlation after {at}": (audited, f"{at} shown") for at in AUDITED} | {
         "share of the attainable after 15": (share, "15"),
         "after 60": (share, "60"),
         "reward at 1 nat of KL": (at_kl, "1"),
@@ -248,18 +241,7 @@ def tables(found: Studies) -> dict[str, str]:
         "reward at the end": (lately, "reward"),
         "KL at the end": (lately, "kl"),
     }
-    truth = {f"correlation after {at}": (audited, f"{at} shown") for at in AUDITED} | {
-        f"explained variance after {at}": (audited, f"{at} explained_variance") for at in AUDITED
-    }
-    course = {
-        "reward at the end": (lately, "reward"),
-        "KL at the end": (lately, "kl"),
-        "log-probability under the reference": (lately, "ref_logprob"),
-        "iterations to a reward of 0.9": (reached, "0.9"),
-        "KL at a reward of 0.75": (spent, "0.75"),
-        "KL at a reward of 0.9": (spent, "0.9"),
-    }
-    lambdas = {
+    critics = {f"explained variance after {at}": (audited, f"{at} explained_variance") for at in AUDITED} | {
         f"λ = {name}": (audited, f"10 {label}")
         for name, label in {
             "0": "td (gae, λ = 0)",
@@ -268,13 +250,8 @@ def tables(found: Studies) -> dict[str, str]:
             "0.95": "gae, λ = 0.95",
             "1": "monte_carlo (gae, λ = 1)",
         }.items()
-    } | {"group_relative": (audited, "10 group_relative"), "leave_one_out": (audited, "10 leave_one_out")}
-    job = found["main-job"]
-    course_of = {name: runs for name, runs in job.items() if name != "default"}
-    shares = {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")} | {
-        "iterations to a share of 0.8": (until_share, "0.8"),
-        "iterations to a reward of 0.9": (reached, "0.9"),
     }
+    by_critic = {name: runs for name, runs in found["by-world"].items() if name.partition(", ")[2] in CRITICS}
     heads = {name: learning[name] for name in ("base", "orthogonal-head", "keep-mean")}
     solved = {
         "solved, mean of all iterations": (whole, "reward"),
@@ -359,18 +336,13 @@ def tables(found: Studies) -> dict[str, str]:
         ),
         "write-up": table_if_run(found, "write-up", rewards | language | critic, steps),
         "worlds": table(found["by-world"], worlds),
-        "truth": table({name: runs for name, runs in found["truth"].items() if was_audited(runs)}, truth),
-        "course": table(course_of, course, base="learned critic"),
-        "shares": table(job, shares),
+        "critics": table(by_critic, critics),
         "beside-trl": table(
             found["beside-trl"],
             {f"share of the attainable after {at}": (share, at) for at in ("10", "15", "40")}
             | {"reward at 1 nat of KL": (at_kl, "1"), "at 2 nats": (at_kl, "2")}
             | {"reward at the end": (fresh, "reward"), "KL at the end": (fresh, "kl")}
             | {"seconds per iteration": (pace, "clock"), "CPU seconds": (pace, "cpu")},
-        ),
-        "lambdas": table(
-            {name: runs for name, runs in course_of.items() if "audits" in runs["1"] and was_audited(runs)}, lambdas
         ),
         "kl": table(
             sentiment,
@@ -477,7 +449,6 @@ def tables(found: Studies) -> dict[str, str]:
 def main() -> int:
     """Draw all figures and fill in all tables."""
     found = studies()
-    draw_truth(found["truth"])
     draw_beside_trl(found["beside-trl"])
     draw(found["negative-sentiment"], "reward", "kl", "base", "reward (grey: mean of base)")
     draw(found["at-kl-0.5"], "reward", "reward", "base", "reward at a price of KL of 0.5 (grey: mean of base)")

@@ -11,19 +11,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from findings_measures import (
-    AUDITED,
     HERE,
     LATELY,
-    MAIN_VARIANTS,
     Run,
     Study,
-    audited,
     average,
-    figures,
     first,
     interval,
     mean_curve,
-    was_audited,
 )
 
 FIGURES = HERE.parent / "docs" / "figures"
@@ -52,36 +47,6 @@ def draw(study: Study, metric: str, name: str, base: str | None, title: str, log
     picture.supxlabel("iteration", fontsize=8)
     picture.tight_layout()
     picture.savefig(FIGURES / f"findings-{name}.png", dpi=110)
-    plt.close(picture)
-
-
-COLOURS = ("#999999", "#0072B2", "#D55E00", "#009E73")
-
-
-def draw_truth(study: Study) -> None:
-    """Correlation of shown with true advantages after some iterations, and reward over time; every run, and means."""
-    picture, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
-    for name, colour in zip(MAIN_VARIANTS, COLOURS, strict=True):
-        if name not in study:
-            continue
-        means = [interval(figures(study, name, audited, f"{at} shown"))[0] for at in AUDITED]
-        if was_audited(study[name]):
-            left.plot(range(len(AUDITED)), means, color=colour, linewidth=2)
-        for run in study[name].values():
-            if was_audited(study[name]):
-                shown = [audited(run, f"{at} shown") for at in AUDITED]
-                left.plot(range(len(AUDITED)), shown, ".", color=colour, markersize=5, alpha=0.6)
-            right.plot(range(1, len(run["reward"]) + 1), smooth(run["reward"]), color=colour, linewidth=0.8, alpha=0.8)
-    left.set_xticks(range(len(AUDITED)), [str(at) for at in AUDITED])
-    left.set_ylim(-0.3, 1.1)
-    left.set_xlabel("iteration")
-    left.set_ylabel("correlation with the true advantages")
-    shown = [(name, colour) for name, colour in zip(MAIN_VARIANTS, COLOURS, strict=True) if name in study]
-    right.legend([plt.Line2D([], [], color=colour) for _, colour in shown], [name for name, _ in shown], fontsize=8)
-    right.set_xlabel("iteration")
-    right.set_ylabel("reward")
-    picture.tight_layout()
-    picture.savefig(FIGURES / "findings-truth.png", dpi=110)
     plt.close(picture)
 
 

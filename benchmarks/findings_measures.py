@@ -72,7 +72,7 @@ def audited(run: Run, what: str) -> float:
     """A figure of an audit: `20 shown`, the correlation of the shown advantages after iteration 20, or one of the
     critic's or of another estimator's; NaN where it cannot be known."""
     number, _, name = what.partition(" ")
-    audit: Any = run["audits"].get(number)  # type: ignore[attr-defined]  # of truth.json
+    audit: Any = run["audits"].get(number)  # type: ignore[attr-defined]  # of worlds.json
     if audit is None:
         return math.nan
     shown = {"shown": audit["correlations"][audit["shown"]], "noise": audit["noise"]}
@@ -88,12 +88,6 @@ def share(run: Run, what: str) -> float:
         return math.nan
     objective = average(run["reward"][at - 3 : at]) - PRICE * average(run["kl"][at - 3 : at])
     return (objective - run["reference"][0]) / (run["best"][0] - run["reference"][0])
-
-
-def until_share(run: Run, what: str) -> float:
-    """Iteration after which the share of the attainable first reached a height, such as `0.8`; NaN if it never did."""
-    found = (number for number in range(3, len(run["reward"]) + 1) if share(run, str(number)) >= float(what))
-    return float(next(found, math.nan))
 
 
 def at_kl(run: Run, what: str) -> float:
@@ -167,12 +161,6 @@ def reached(run: Run, what: str) -> float:
         if average(rewards[number - LATELY : number]) >= float(what):
             return float(number)
     return math.nan
-
-
-def spent(run: Run, what: str) -> float:
-    """KL per sequence where the reward first reached a height; both are means over the same five iterations."""
-    number = reached(run, what)
-    return average(run["kl"][int(number) - LATELY : int(number)]) if math.isfinite(number) else math.nan
 
 
 def lately(run: Run, metric: str) -> float:
@@ -279,18 +267,10 @@ def mean_curve(runs: Mapping[str, Run], metric: str) -> np.ndarray:
     return np.mean([np.array(run[metric][:shortest], dtype=float) for run in runs.values()], axis=0)
 
 
-AUDITED = (5, 10, 20, 40)
-"""Iterations after which the credit of the study `truth` was audited."""
+AUDITED = (5, 10, 20)
+"""Iterations after which credit was audited in the study `worlds`."""
 PRICE = 0.05
 """`kl.coef` of the study `worlds`."""
-MAIN_VARIANTS = ("learned critic", "true-credit", "group_relative", "leave_one_out")
-
-
-def was_audited(runs: Mapping[str, Run]) -> bool:
-    """True for runs with audits, which are those with a critic."""
-    return all(run["audits"] for run in runs.values())
-
-
 Studies = Mapping[str, Study]
 
 
