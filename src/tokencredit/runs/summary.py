@@ -131,7 +131,7 @@ def attained(rows: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     few, pooled = (bool(rows[0].get(f"limit/{name}")) for name in ("few", "pooled"))
     words = of_attainable(share, few=few, pooled=pooled)
-    if round(100 * share) > 100:  # it is unknown
+    if attained_share(rows) is None:
         return words
     return f"{words}, after {in_iterations(len(rows))}{' and still rising' * _rises(rows, 'attainable')}"
 
